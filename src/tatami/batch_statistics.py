@@ -161,7 +161,7 @@ def run_layer(layer: _BatchNorm, x: torch.Tensor, *, batch: Callable[[], SharedB
 
 
 class _Statistics(NamedTuple):
-    """Of each channel here: what all ranks have, in the precision that is computed in."""
+    """Statistics of each channel here, over all ranks, in the precision of the computation."""
 
     mean: torch.Tensor
     variance: torch.Tensor
@@ -264,7 +264,7 @@ def _statistics(values: torch.Tensor, batch: SharedBatch) -> _Statistics:
 
 
 def _put_together(mean: torch.Tensor, squares: torch.Tensor, count: int, batch: SharedBatch) -> _Statistics:
-    """Of values in double precision: from a table of what each replica has."""
+    """Combines the statistics of the replicas, given in double precision as a table."""
     assert batch.sums is not None
     shape = batch.replicas, 1 + 2 * batch.channels
     room = batch.sums.room(math.prod(shape), device=mean.device).view(shape).zero_()

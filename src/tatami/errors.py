@@ -73,7 +73,7 @@ class InputError(TatamiError, ValueError):
 
 
 MOST_PROBLEMS = 30
-"""That one error shows."""
+"""Most problems that one error lists."""
 
 
 class ClusterError(InputError):

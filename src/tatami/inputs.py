@@ -14,7 +14,7 @@ from tatami.outputs import kind_of
 from tatami.units import format_size
 
 LARGEST_TEXT_BYTES = 8 << 20
-"""Of a description: 60,000 links take 5 MB."""
+"""Largest description: 60,000 links take 5 MB."""
 LARGEST_SEED = 2**64 - 1
 
 

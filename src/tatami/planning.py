@@ -89,7 +89,7 @@ class PlanComparison:
 
     @property
     def best(self) -> Plan:
-        """Of `plans`, the one of least predicted time; of equal ones the default planner's."""
+        """The plan of least predicted time; of equal ones the default planner's."""
         least_s = min(plan.predicted_s for plan in self.plans)
         equal = [plan for plan in self.plans if plan.predicted_s <= least_s * (1 + _ROUNDING)]
         return next((plan for plan in equal if plan.planner == tiling.DEFAULT_PLANNER), equal[0])

@@ -15,7 +15,7 @@ from tatami.errors import InputError, MissingExtraError
 from tatami.outputs import check_folder, check_output, write_text
 
 _MOST_CURVES = 64
-"""Of one mapping, such as the speeds of the ranks, for loggers."""
+"""Most curves of one mapping, such as the speeds of the ranks, for loggers."""
 Logger = Literal["wandb", "mlflow"] | Callable[[Mapping[str, float], int], object]
 """A package by its name, or a function of (numbers by name, iteration)."""
 

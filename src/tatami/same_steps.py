@@ -54,7 +54,7 @@ def watch_steps() -> None:
 
 
 def optimizers_of(parameters: Iterable[nn.Parameter]) -> dict[torch.optim.Optimizer, int]:
-    """Those that have stepped any of these parameters, in the order of their first steps, and how often."""
+    """The optimizers that have stepped any of these parameters, in the order of their first steps, and how often."""
     mine = {id(parameter) for parameter in parameters}
     with _lock:
         known = list(_num_steps.items())

@@ -131,12 +131,11 @@ class Storm:
         pids = run.pids()
         self._struck_servers |= {pids[f"server {server}"] for server in servers}
         kill_node = self._kill_node
-        processes = [pids[name] for name, where in nodes.items() if where == node]
 
         def strike() -> None:
             kill_node(node)
-            # They would end as soon as they miss Ray's own processes, which may take longer than the rounds that are left.
-            for pid in processes:
+            # They would end when they miss Ray's own processes: perhaps after the last round.
+            for pid in (pids[name] for name, where in nodes.items() if where == node):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -61,7 +61,7 @@ class TrainSubject:
 
 
 def perceptron(benchmark: TrainBenchmark) -> TrainSubject:
-    """That of `benchmark.net`, on random numbers."""
+    """The perceptron of `benchmark.net`, on random numbers."""
     sizes = parse_net(benchmark.net)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own

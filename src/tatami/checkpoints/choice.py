@@ -88,7 +88,7 @@ def candidates(inventories: Sequence[Sequence[Seen]], *, directories: Sequence[P
 def pick(
     candidate: Candidate, *, needs: Sequence[Collection[str]], bad: Collection[Source]
 ) -> dict[tuple[int, str], Source] | None:
-    """Of each (rank, member that it needs) the source: its own disk where it can be. None: a member has no good source left.
+    """The source of each (rank, member that it needs): its own disk where possible. None: a member has no good source left.
 
     Args:
         candidate: a complete one.

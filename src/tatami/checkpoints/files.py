@@ -70,7 +70,7 @@ def step_folder(directory: Path, step: int) -> Path:
 
 
 def file_name(member: str, *, kept_by: int | None = None) -> str:
-    """Of the data file of a member, or of the copy that another rank keeps."""
+    """Name of the data file of a member, or of the copy that another rank keeps."""
     return f"{member}.safetensors" if kept_by is None else f"{member}.copy-{kept_by:04d}.safetensors"
 
 

@@ -360,7 +360,7 @@ class MultiNodeCheckpoint:
         return blobs
 
     def _needs(self, manifest: Manifest, *, all_members: bool) -> list[list[str]]:
-        """Of each rank, which members.
+        """The members that each rank needs.
 
         Raises:
             CheckpointError: another number of sets, and nothing that makes this one's state from theirs.

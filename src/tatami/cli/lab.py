@@ -38,19 +38,16 @@ SHELL_EPILOG = epilog(
 lab = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Play a cluster on this machine: hosts with speeds, links, names and deaths of their own (Linux, root).",
+    help="Emulate a cluster on this machine: hosts with speeds, links, names and deaths of their own (Linux, root).",
 )
 
 _CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and the links between them.")
 _CORES = optional(callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.")
 
-
 _BASE_MEMORY = optional(
     metavar="SIZE",
     help="Limit hosts to their processors' memory, and this for each process itself, as 400MiB; no limit if left out.",
 )
-
-
 _PACED = typer.Option(
     "--paced",
     help="Hosts compute at this machine's full speed, then wait as long as theirs (in flop/s) would take: steadier times.",

@@ -20,7 +20,7 @@ from tatami.units import parse_size
 Number = TypeVar("Number", int, float)
 
 MOST_RANKS = 4096
-"""That one command starts. More are for a launcher of the site's own."""
+"""Most ranks that one command starts; use the site's own launcher for more."""
 
 
 def finite(value: float | None) -> float | None:

@@ -29,7 +29,7 @@ EPILOG = epilog(
     "Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml",
 )
 _STRAYED = 0.5
-"""Of the speed, between the fastest and the slowest timing of a rank: from here on it is told."""
+"""Spread of a rank's timings, as a fraction of its speed, above which `probe` warns."""
 
 
 def probe(
@@ -86,7 +86,7 @@ def _tell(cluster: Cluster, *, following: str, output: Path | None, force: bool,
     strayed = max(processor.spread or 0.0 for processor in cluster.processors)
     if strayed > _STRAYED:
         warnings.warn(
-            f"speeds strayed by {100 * strayed:.0f} % while they were measured, and plans will be as far off: probe again when "
+            f"measured speeds varied by {100 * strayed:.0f} %, and predictions will be off by as much: probe again when "
             "nothing else uses these machines",
             stacklevel=2,
         )

@@ -118,7 +118,7 @@ class SimulateServerJob:
         )
 
     def _fields(self) -> dict[str, Any]:
-        """Those of `ServerSetup` that are options."""
+        """The fields of `ServerSetup` that are options."""
         return {
             "task_flop": self.task,
             "model_bytes": given("--model", parse_size, self.model),
@@ -182,7 +182,7 @@ def run_record(run: ServerRun) -> dict[str, Any]:
 
 
 def _policy(name: str, *, every: str) -> AbstractRecovery:
-    """Of `Recovery`; `servers` is short for one of them."""
+    """The recovery policy of this name; `servers` is short for one of them."""
     known = {"servers": Recovery.FROM_SERVERS, **{each.value: each for each in Recovery}}
     if name not in known:
         raise InputError(f"there is no recovery {name!r}; there are: checkpoint, servers, ignore")

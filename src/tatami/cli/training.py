@@ -210,7 +210,7 @@ MATS_WIDTH = 72
 
 
 def tell_emulation(prepared: Prepared) -> None:
-    """That ranks are slowed, to what, and how much slower than real machines everything is."""
+    """Print that ranks are slowed, to what speed, and how much slower than real machines everything is."""
     emulation = prepared.emulation
     if emulation is None or prepared.machines is None:
         return

@@ -135,7 +135,7 @@ def _floor(facts: RunFacts) -> Text:
 
 
 def _ranks(facts: RunFacts, run: RecordedRun, *, columns: int) -> RichTable:
-    """Of the newest tiling."""
+    """A table of the ranks of the newest tiling."""
     number = len(facts.steps) - 1
     staged = {each["rank"]: each for each in (facts.stages or {}).get("ranks", ())}
     area = facts.steps[-1]["samples"] * facts.steps[-1]["units"]

@@ -14,7 +14,7 @@ from tatami.errors import ClusterError, shortened
 from tatami.units import parse_size
 
 MOST_PROCESSORS = 200_000
-"""Of a cluster: twice what the rehearsal has been tried with."""
+"""Most processors of a cluster: twice the number that the simulator has been tried with."""
 _ALIKE = 1.25
 """Rates that differ by less are the same: they were measured."""
 _DENSE = 8

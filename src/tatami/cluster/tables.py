@@ -22,7 +22,7 @@ from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
 _SIZES = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8}){2,999}")
-"""Of a network: as many and as large as `tatami.workload.parse_net` reads."""
+"""Layer sizes of a network, as `tatami.workload.parse_net` reads them."""
 _Number = TypeVar("_Number", int, float)
 _Kind = TypeVar("_Kind")
 Field = Any

@@ -169,7 +169,7 @@ class _Prices:
         return slowest
 
     def _sync_s(self, phase: Phase, group: RankGroup) -> float:
-        """Of one group: a meeting of k ranks is log2(k) latencies, a post or a notice is one."""
+        """Seconds of synchronisation of one group: a barrier of k ranks is log2(k) latencies, a post or a notice is one."""
         if phase.sync is Sync.ARRIVAL:
             return 0.0
         latency_s = self._worst_latency_s(group)

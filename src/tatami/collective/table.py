@@ -37,7 +37,7 @@ class Fingerprint:
 
     @property
     def key(self) -> str:
-        """Of the file: clusters that differ in hosts or ranks have tables of their own."""
+        """Key of the table's file: clusters that differ in hosts or ranks have tables of their own."""
         return hashlib.sha256(repr((self.hosts, self.ranks_per_host)).encode()).hexdigest()[:16]
 
     def differences(self, other: Fingerprint) -> list[str]:

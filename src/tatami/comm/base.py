@@ -76,7 +76,7 @@ class AbstractCommunicator(ABC):
 
     @property
     def roll_call(self) -> AbstractRollCall | None:
-        """By which ranks ask each other what they do, after a wait without its message; None where there is none."""
+        """The stall report: ranks ask each other what they do when a message does not arrive; None where there is none."""
         return None
 
     @property

@@ -247,7 +247,7 @@ class _Unrolling:
     # -- loads and stores -------------------------------------------------------------------------------------------
 
     def _shared_window(self, dtype: torch.dtype) -> tuple[AbstractSharedWindow, tuple[int, ...]] | None:
-        """That of this rank's host, and who is in it."""
+        """The shared window of this rank's host, and the ranks in it."""
         mine = {
             group.ranks for phase in self.schedule.phases if phase.sync is Sync.BARRIER for group in phase.groups_of(self.rank)
         }

@@ -29,7 +29,7 @@ class GroupCommunicators:
                 self._parts[ranks] = part if index == mine else None
 
     def of(self, ranks: Ranks) -> AbstractCommunicator:
-        """That of a group this rank is in; member i of the group is its rank i.
+        """The communicator of a group that this rank is in; member i of the group is its rank i.
 
         Raises:
             ScheduleError: this rank is not in the group.

@@ -21,7 +21,7 @@ _WARM_UPS = 3
 _LONG_S, _FEWEST = 2.0, 2
 """A link of 20 Mbit/s takes 3 s for a large message there and back: after so long only the fewest round trips are made."""
 _LEAST_LATENCY = 0.05
-"""Of a round trip's half, that is left for the wire."""
+"""Smallest fraction of half a round trip that is left for the wire."""
 
 
 def measure_links(
@@ -123,7 +123,7 @@ _SPIN_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class MessageCost:
-    """Of one rank.
+    """What messages cost one rank.
 
     Attributes:
         message_s: seconds for each message sent, or received.

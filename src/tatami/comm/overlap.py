@@ -256,7 +256,7 @@ class _Crossing:
             self._next += 1
 
     def arrived(self) -> list[int]:
-        """Those that have come since the last call."""
+        """The pieces that have arrived since the last call."""
         done = [index for index, request in self._under_way.items() if request.test()]
         for index in done:
             self._under_way.pop(index).wait()

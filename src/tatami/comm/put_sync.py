@@ -11,7 +11,7 @@ from tatami.comm.memory_barrier import meet, notices
 from tatami.comm.window import AbstractWindow
 
 _TAG = 1
-"""Of notices under locks and of meetings, on the executor's own communicator, whose messages have tag 0."""
+"""Tag of notices under locks and of barriers, on the executor's own communicator, whose messages have tag 0."""
 
 
 class AbstractEpochs(ABC):

@@ -34,7 +34,7 @@ _KNOWN = "is_known_to_all_ranks"
 
 
 class _Ranks(Protocol):
-    """What of a communicator is needed here."""
+    """The part of a communicator that is needed here."""
 
     @property
     def size(self) -> int: ...

@@ -47,7 +47,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """Of a rank, as others are told of it.
+    """How other ranks reach a rank.
 
     Attributes:
         place: of its process.
@@ -79,7 +79,7 @@ class Door:
 
     Args:
         stays: for more meetings than one: who does not know the key of this meeting may have come for the next one, and is
-            kept. Otherwise it is turned away.
+            kept. Otherwise it is rejected.
     """
 
     def __init__(self, *, stays: bool = True) -> None:

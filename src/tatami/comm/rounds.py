@@ -33,7 +33,7 @@ class MessageRound:
 
     @classmethod
     def of(cls, steps: Iterable[Step], *, rank: int) -> MessageRound:
-        """Of the steps of a round, all of them messages."""
+        """The messages of one round for this rank."""
         listed = list(steps)
         reduced = [step for step in listed if step.target == rank and step.reduce]
         places = dict(

@@ -176,7 +176,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         return other
 
     def _part(self, ranks: Sequence[int]) -> TorchdistCommunicator | None:
-        """Of these ranks, in this order; None of no ranks. Sends nothing, and is counted on all ranks."""
+        """The communicator of these ranks, in this order; None for no ranks. It sends nothing, and is counted on all ranks."""
         self._num_splits += 1
         if not ranks:
             return None

@@ -185,7 +185,7 @@ class MessageRequest(AbstractRequest):
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor of the host."""
+    """The memory of a contiguous tensor of the host."""
     return as_bytes(tensor).numpy().data
 
 

@@ -23,7 +23,7 @@ CACHE_VARIABLE = "XDG_CACHE_HOME"
 ACROSS = ("ring", "halving_doubling", "native")
 """What `hierarchical` is tried with between hosts."""
 LEAST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 1 << 20, 64 << 20
-"""Of tuned buckets: smaller ones cost more calls in backward than they hide, larger ones leave no backward to hide behind."""
+"""Limits of tuned buckets: smaller ones cost more calls than they hide, larger ones leave no backward to hide behind."""
 
 _tables: weakref.WeakKeyDictionary[AbstractCommunicator, TuningTable | None] = weakref.WeakKeyDictionary()
 

@@ -24,7 +24,7 @@ from tatami.errors import CommError
 
 
 class Connections:
-    """Of one rank.
+    """The connections of one rank.
 
     In the order to form a group the run says where its members are, so that they connect at once, over doors that stay open; to
     find each other in the store took six messages and as many waits. The store is left for the groups of before the loop, and
@@ -49,7 +49,7 @@ class Connections:
 
     @property
     def whereabouts(self) -> Whereabouts:
-        """Of this rank, which from now on is ready to form a group."""
+        """Where this rank can be reached; from now on it is ready to form a group."""
         self._reached()
         self._door = self._door or Door()
         return Whereabouts(place=ProcessPlace.here(), door=self._door.address)

@@ -14,7 +14,7 @@ from tatami.report.elastic_run import ElasticReport, MemberChange
 
 
 class RunHistory:
-    """Of one run, from when it is made.
+    """The history of one run, which begins when this object is made.
 
     Args:
         clock: of the run's process.
@@ -65,7 +65,7 @@ class RunHistory:
         self._tell(change)
 
     def report(self, *, settings: Mapping[str, Any]) -> ElasticReport:
-        """Of what has happened so far."""
+        """The report of what has happened so far."""
         return ElasticReport(
             startup_s=self._zero_s - self._made_s,
             total_s=self.now_s,

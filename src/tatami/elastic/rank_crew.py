@@ -78,11 +78,11 @@ class RankCrew:
 
     @property
     def running(self) -> frozenset[str]:
-        """Those whose processes run, or start."""
+        """Names of the ranks whose processes run or start."""
         return frozenset(self._names[number] for number in self._crew.members)
 
     def name(self) -> str:
-        """Of one more rank, which is not started yet."""
+        """A name for one more rank, which is not started yet."""
         name = f"p{len(self._names)}"
         self._numbers[name] = len(self._names)
         self._names.append(name)

@@ -169,7 +169,7 @@ class ElasticRuntime:
         return self._values
 
     def report(self) -> ElasticReport:
-        """Of what has happened so far."""
+        """The report of what has happened so far."""
         return self._history.report(settings=asdict(self.settings))
 
     def _is_over(self) -> bool:

@@ -27,7 +27,7 @@ class OpenSection:
 
 
 class Sections:
-    """Of one rank; see `tatami.membership.events`.
+    """The sections of one rank; see `tatami.membership.events`.
 
     Attributes:
         passed: so many in all.

@@ -33,7 +33,7 @@ class Training(Protocol):
 
     @property
     def step_number(self) -> int:
-        """Of the step that is open, or comes next."""
+        """Number of the step that is open, or comes next."""
 
     def entering(self, group: int | None, *, whereabouts: Whereabouts) -> EnteredLoop:
         """What the run is told when the script has come to its loop; see `EnteredLoop`."""
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def step(self) -> int | None:
-        """That is open, or comes next; None before the loop."""
+        """The step that is open, or comes next; None before the loop."""
         return None if self._training is None else self._training.step_number
 
     @property

@@ -44,7 +44,7 @@ from tatami.state.repairing import FitState, Stateful
 from tatami.train.own_times import OwnTimes
 
 LEAST_SPEED = 0.01
-"""Of the fastest rank's: one without a tile that is slower would delay the messages of every step, and leaves."""
+"""Smallest speed, as a fraction of the fastest rank's: a slower rank without a tile would delay every step, and leaves."""
 
 _SETTINGS = 2**13
 """Numbers below it, their squares, and sums of these over thousands of ranks are exact."""
@@ -220,7 +220,7 @@ class Steps:
         self._put_back()
 
     def settings_told(self) -> list[float]:
-        """By which `settings_heard` knows whether all optimizers have the same settings: 1, a number of them, its square."""
+        """Numbers by which `settings_heard` checks that all optimizers have the same settings: 1, a checksum, its square."""
         number = zlib.crc32(repr(self._settings()).encode()) % _SETTINGS
         return [1.0, float(number), float(number**2)]
 

@@ -35,7 +35,7 @@ class Nodes:
             self._died_s[node] = self._now_s()
 
     def sound(self) -> list[str]:
-        """Those to start a process on: where none has died lately, if there are any; or these first."""
+        """Nodes on which to start a process: those where none has died lately, if there are any."""
         alive = self.alive()
         sound = [node for node in alive if self._now_s() - self._died_s.get(node, -_SHUN_S) >= _SHUN_S]
         if not self._shuns:
@@ -44,7 +44,7 @@ class Nodes:
 
     @staticmethod
     def alive() -> list[str]:
-        """Those that answer; those that Ray takes for alive where none does, as this process may be out of their sight."""
+        """Nodes that answer; if none does, those that Ray takes for alive, as this process may be cut off from them."""
         list_nodes: Any = ray.nodes  # without types
         believed: Sequence[dict[str, Any]] = [node for node in list_nodes() if node["Alive"]]
         if len(believed) < 2:

@@ -28,7 +28,7 @@ class Identity:
 
 
 def identity(*, model: str = "") -> Identity:
-    """Of this process, which must be one of Ray's."""
+    """The identity of this process, which must be one of Ray's."""
     import ray
 
     return Identity(pid=os.getpid(), node=ray.get_runtime_context().get_node_id(), machine=machine(), model=model)

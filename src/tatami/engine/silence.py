@@ -16,7 +16,7 @@ class Sign:
 
 
 def silent(signs: Mapping[int, Sign], *, now_s: float) -> tuple[int, ...]:
-    """Those that have been silent for longer than they may, by number."""
+    """Numbers of the processes that have been silent for longer than they may."""
     return tuple(number for number, sign in sorted(signs.items()) if now_s - sign.heard_s > sign.limit_s)
 
 

@@ -123,7 +123,7 @@ class Chains:
 
     @property
     def number(self) -> int:
-        """Of the chain that the next operation belongs to, which may not have begun."""
+        """Number of the chain that the next operation belongs to, which may not have begun."""
         chain = self.in_flight.get(_here.entered)
         return self._num_chains if chain is None else chain.number
 
@@ -213,7 +213,7 @@ def enter(owner: object) -> object:
 
 
 def all_here() -> list[Chains]:
-    """Those of all communicators that this thread uses and that are not closed."""
+    """The chains of all communicators that this thread uses and that are not closed."""
     return [chains for each in _here.chains.values() if (chains := each()) is not None and chains.is_open()]
 
 

@@ -42,7 +42,7 @@ class Outgoing(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """What of a message that came is needed to answer it."""
+    """The part of a received message that is needed to answer it."""
 
     peer: int
     serial: int

@@ -34,7 +34,7 @@ class ReceivedMessage:
 
     @property
     def size_bytes(self) -> int:
-        """Of its tensors."""
+        """Size of its tensors in bytes."""
         return sum(self.label.content.sizes)
 
 

@@ -70,7 +70,7 @@ def _as_list(tensors: torch.Tensor | Sequence[Any]) -> list[Any]:
 
 
 def touched(roots: Sequence[torch.Tensor], known: Sequence[Chain]) -> dict[Chain, bool]:
-    """Those of `known` with an operation that one of `roots` was computed from, and whether their last one was met first."""
+    """The chains of `known` with an operation that one of `roots` was computed from, and whether their last was met first."""
     found: dict[Chain, bool] = {}
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(nodes)

@@ -152,7 +152,7 @@ def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path
 
 
 def _fields(value: Any) -> tuple[str, ...] | None:
-    """Of a dataclass or a named tuple; None of anything else."""
+    """Field names of a dataclass or a named tuple; None for anything else."""
     if dataclasses.is_dataclass(value):
         return tuple(field.name for field in dataclasses.fields(value) if field.init)
     return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None

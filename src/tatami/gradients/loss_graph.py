@@ -28,12 +28,12 @@ _BENT = frozenset({
     "ClampBackward0", "ClampBackward1", "ClampMinBackward0", "ClampMaxBackward0", "MaximumBackward0", "MinimumBackward0",
     "SigmoidBackward0", "TanhBackward0", "SoftplusBackward0", "LogSigmoidBackward0", "ReciprocalBackward0",
 })  # fmt: skip
-"""Of single numbers; what works element by element on samples is no matter."""
+"""Operations that are not linear in a single number; element-wise ones on samples do not matter."""
 _COUPLING = frozenset({
     "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1", "MaxBackward1", "MinBackward1", "AmaxBackward0",
     "AminBackward0", "StdBackward0", "VarBackward0", "LogsumexpBackward0", "ProdBackward0", "MedianBackward0",
 })  # fmt: skip
-"""Of many numbers, that give one."""
+"""Operations that combine many numbers into one."""
 _OVER_BATCH = "OverBatchBackward"
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "

@@ -50,7 +50,7 @@ _number: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 class OutsideReads:
-    """Those of one model.
+    """Reads of one model's weights outside of its forward pass.
 
     Args:
         names: of its parameters.
@@ -77,7 +77,7 @@ class OutsideReads:
         self.adds_terms = False
         """Whether the loss is a sum over samples, computed in several parts."""
         self.samples: int | None = None
-        """Of this rank, where the loss is a mean over samples, computed in several parts; 0: a sum; None: in one part,
+        """Samples of this rank, where the loss is a mean over samples, computed in several parts; 0: a sum; None: in one part,
         or of a single sample, of which all numbers are single."""
         self._spans: list[tuple[int, int]] = []
         self._num_looks = 0
@@ -201,7 +201,7 @@ def _below(name: str, state: tuple[bool, bool] | None, branches: int) -> tuple[b
 
 
 def _models() -> weakref.WeakSet[OutsideReads]:
-    """Of this thread."""
+    """The models of this thread."""
     found: weakref.WeakSet[OutsideReads] = _here.__dict__.setdefault("models", weakref.WeakSet())
     return found
 

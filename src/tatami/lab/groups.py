@@ -26,7 +26,7 @@ only at its ticks, every 4 ms at 250 Hz: with a period of 2 ms a rank got 20 % l
 SMALLEST_QUOTA_S = 1e-3
 """The kernel refuses less; a processor so slow gets a longer period."""
 LAB_WEIGHT = 64
-"""Of a lab against the rest of the machine, whose weight is 1: other programs must not make its hosts slower than asked."""
+"""CPU weight of a lab against the rest of the machine, whose weight is 1: other programs must not slow its hosts."""
 
 _NO_MEMORY = (
     "this lab is to limit the memory of its hosts, and the hierarchy of control groups that it uses here has no memory "

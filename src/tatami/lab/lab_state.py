@@ -18,7 +18,7 @@ from tatami.lab.plan import SWITCH
 
 STATES = Path("/run/tatami-lab")
 _START_TIME_FIELD = 19
-"""Of /proc/PID/stat, counted from behind the program's name."""
+"""Index of the field in /proc/PID/stat, counted after the program's name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from tatami.errors import ClusterError, InputError, shortened
 from tatami.tiling.alphabeta import MEASURED_FROM
 
 LARGEST_SHARE = 0.95
-"""Of a core for one rank: what is left is for the kernel's own work, which comes to every core."""
+"""Largest share of a core for one rank: what is left is for the kernel's own work, which comes to every core."""
 FULLEST = 0.9
-"""Of all cores for all ranks: threads that do not fit on the cores side by side must be moved, and that takes room."""
+"""Largest share of all cores for all ranks: threads that do not fit side by side must be moved, and that takes room."""
 NETWORK = ipaddress.IPv4Network("10.77.0.0/16")
-"""Of the namespaces only: no interface of the machine is in them, so it may use the same addresses without a collision."""
+"""Addresses inside the namespaces only: the machine may use the same addresses without a collision."""
 SWITCH = "switch"
 """The host on which mpiexec runs: it is the bridge itself, and no processor is on it."""
 NATIVE_LATENCY_S = 100e-6

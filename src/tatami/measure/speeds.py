@@ -28,9 +28,9 @@ _MAX_SAMPLES = 1024
 _FEW = 8
 """A tile of few units has this part of all."""
 _LEAST_DIFFERENCE = 0.1
-"""Of the time of all units, that those which few units lack take at least: where a network is so small that its units drown in
-what calls take, noise would say that units take no time, and samples any. They take 0.69 of it in 203-80-26 with 1,024 samples,
-0.36 in 12-8-3, and 0.04 to 0.07 in 20-16-5 with 64, whose tiles of an eighth are so predicted 5 % too short."""
+"""Smallest part of all units' time by which few units must be faster: in a network so small that its units drown in what calls
+take, noise would say that units take no time, and samples any. The part is 0.69 in 203-80-26 with 1,024 samples, 0.36 in
+12-8-3, and 0.04 to 0.07 in 20-16-5 with 64, whose tiles of an eighth are so predicted 5 % too short."""
 _WARM_UP_S = 0.3
 """So long a device works before it is timed: its libraries choose their kernels, and its clock rises."""
 _CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def _part_of(units: int, share: int) -> int:
 
 
 def _flop(workload: Workload) -> float:
-    """Of all passes: the blocks, without the layers beside them."""
+    """Flop of all passes: the blocks, without the other layers."""
     return replace(workload, replicated_flop_per_sample=0).flop(width=1.0, height=1.0)
 
 
@@ -166,7 +166,7 @@ class Timer:
     pace: Pace
 
     def speed(self, passes: Sequence[AbstractPass], *, flop: float, repeats: int) -> Speed:
-        """Of passes of `flop` in all, from `repeats` after one that warms up."""
+        """The speed of passes of `flop` in all, from `repeats` timings after one that warms up."""
         self.warm_up(passes)
         counted = [flop / self.seconds(passes) for _ in range(repeats + 1)][1:]
         median = statistics.median(counted)
@@ -182,7 +182,7 @@ class Timer:
         return replace(self, repeat_s=repeat_s)
 
     def seconds(self, passes: Sequence[AbstractPass]) -> float:
-        """Of all `passes`, repeated for `repeat_s` at least."""
+        """Seconds of all `passes`, repeated for at least `repeat_s`."""
         stopwatch = stopwatch_of(self.device, self.clock)
         start_s = self.clock.now_s()
         rounds, spent_s = 0, 0.0

@@ -29,7 +29,7 @@ from tatami.workload import Workload, has_blocks_of, parse_net
 
 _MIB = 1024 * 1024
 _REPEAT_S = 0.25
-"""Of one timing: more than two periods of a container's quota (100 ms), so that it is its share that is measured."""
+"""Length of one timing: more than two periods of a container's quota (100 ms), so that it is its share that is measured."""
 
 
 def probe(
@@ -158,7 +158,7 @@ def _cluster(
 
 
 def _slowest(links: Mapping[tuple[str, str], Link], *, of_one_host: bool) -> Link | None:
-    """Of the local links, or of those between hosts; None where there is none."""
+    """The slowest of the local links, or of those between hosts; None where there is none."""
     chosen = [link for (one, other), link in links.items() if (one == other) is of_one_host]
     return min(chosen, key=lambda link: link.bandwidth_bytes_per_s, default=None)
 

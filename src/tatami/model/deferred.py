@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 
 class DeferredPasses:
-    """Those of one model; nothing is deferred outside of a loop."""
+    """The deferred passes of one model; nothing is deferred outside of a loop."""
 
     def __init__(self) -> None:
         self._ahead = 0

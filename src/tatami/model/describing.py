@@ -1,4 +1,4 @@
-"""What of a network is tiled by what, what is repeated, and what could not be followed: for people."""
+"""A description for people: what of a network is split and how, what is repeated, and what could not be traced."""
 
 from __future__ import annotations
 

@@ -922,7 +922,7 @@ class TiledModel(nn.Module):
 
     @property
     def whole_layout(self) -> Layout | StagedLayout:
-        """Of all ranks, with the pipeline stages where there are any."""
+        """The layout of all ranks, with pipeline stages if there are any."""
         return self.layout if self.stage is None else self.stage.layout
 
     def block_rows(self) -> list[list[Rows]]:
@@ -938,7 +938,7 @@ class TiledModel(nn.Module):
         return self._gradients.parameters
 
     def plain_parameters(self) -> list[nn.Parameter]:
-        """Those of the network that was given, as far as they still live: this model has copies of them."""
+        """Parameters of the network that was given, as far as they are still alive: this model has copies of them."""
         return [parameter for each in self._plain if (parameter := each()) is not None]
 
     # -- inside -----------------------------------------------------------------------------------------------------------
@@ -1222,7 +1222,7 @@ class TiledModel(nn.Module):
 
 
 def _names_of(stage: ModelStage, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the processors that compute this stage, in the order of their ranks."""
+    """Names of the processors that compute this stage, in the order of their ranks."""
     return tuple(name for name in names if name in stage.own_layout.processors)
 
 

@@ -346,7 +346,7 @@ class ModelStage:
 
     @cached_property
     def _all_tied(self) -> list[str]:
-        """Of all stages, in the same order on all ranks."""
+        """Names of the tied weights of all stages, in the same order on all ranks."""
         names = [name for stage in self.staging.parameters for name in stage]
         return sorted({name for name in names if names.count(name) > 1})
 

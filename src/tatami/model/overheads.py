@@ -27,19 +27,19 @@ from tatami.runtime.phases import phases_of
 from tatami.tiling import AlphaBetaCost, Layout, Replica
 
 _TOGETHER = 8
-"""Of many ranks, so many measure together: each has a message for every other one."""
+"""Number of ranks that measure together: each has a message for every other one."""
 _FEW_BLOCKS, _MANY_BLOCKS = 1, 4
 _ITERATIONS = 10
 _MESSAGE_REPEATS = 3
 _SMALL_REPEATS, _LARGE_REPEATS, _LINK_BYTES = 9, 3, 128 * 1024
 _MOST_LINKS = 8
-"""Of many hosts not all links are looked at: those of neighbours in the order of their names."""
+"""Most links that are measured; with many hosts, those of neighbours in the order of their names."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Of one rank, as `tatami.cluster.Processor` has them: CPU time over the share of a core that it gets.
+    """Overheads of one rank, as `tatami.cluster.Processor` has them: CPU time over the share of a core that it gets.
 
     Attributes:
         call_s: seconds for each block of an iteration.
@@ -61,7 +61,7 @@ def measure_overheads(
     pace: Pace = NO_PACE,
     cpu_s: Callable[[], float] = time.thread_time,
 ) -> list[Overheads]:
-    """Of every rank, the same list on all of them. Collective.
+    """Measures the overheads of every rank; all ranks get the same list. Collective.
 
     Three small networks: of one block and of four, whose gradients are summed over all ranks, and the one of four in one
     replica, which sums outputs. Blocks make the difference of the first two, messages that of the last two, and the rest is the
@@ -161,7 +161,7 @@ def small_model(comm: AbstractCommunicator, layout: Layout, *, blocks: int) -> T
 
 
 def _linear(ranks: int) -> nn.Module:
-    """Of zeros: weights that are drawn would change what the user's program draws next."""
+    """A layer of zeros: weights that are drawn would change what the user's program draws next."""
     layer = nn.Linear(2 * ranks, 2 * ranks, dtype=torch.float32, device="meta").to_empty(device="cpu")
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)

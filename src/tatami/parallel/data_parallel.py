@@ -226,7 +226,7 @@ class DataParallel(nn.Module):
 
 
 class _Shares:
-    """Of each rank, the share of all samples that are its own; begun in forward."""
+    """Each rank's share of all samples; the exchange begins in forward."""
 
     def __init__(self, comm: AbstractCommunicator, samples: int) -> None:
         self._counts = torch.zeros(comm.size, dtype=torch.int64, device="cpu")

@@ -118,7 +118,7 @@ def gather_evaluation(
 
 
 Aggregate = Callable[[Sequence[Sequence[float]]], float]
-"""Of the values of each rank, in the order of the ranks; a rank's are in the order in which it observed them."""
+"""A function of each rank's values, by rank; those of a rank are in the order in which it observed them."""
 
 
 class ObservationAggregator:

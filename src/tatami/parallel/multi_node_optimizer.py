@@ -160,7 +160,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer, which the plain one loads."""
+        """State of the wrapped optimizer, which the plain one loads."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

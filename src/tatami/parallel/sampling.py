@@ -79,7 +79,7 @@ class SynchronizedSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """That the next index is of."""
+        """Epoch of the next index."""
         return self._epoch + self._is_drawn
 
     @property
@@ -245,7 +245,7 @@ class ResumableLoader:
 
     @property
     def epoch(self) -> int:
-        """That the next batch is of."""
+        """Epoch of the next batch."""
         epoch: int = self.state_dict()["epoch"]
         return epoch
 

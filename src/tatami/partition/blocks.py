@@ -1,4 +1,4 @@
-"""What of a network is tiled: its blocks, with the tensors that they cut, and the workload that they make."""
+"""The tiled part of a network: its blocks, the tensors that they cut, and the workload that they make."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tatami.workload import Block, Workload
 _COPIES = 5
 """A weight, its gradient, two moments of Adam, and the Trainer's copy of the last good weight."""
 _SHARDED_COPIES = 3
-"""Of these, what a rank keeps of its shard alone: all but the weight and its gradient."""
+"""Copies that a rank keeps of its shard alone: all but the weight and its gradient."""
 _STATISTICS_BYTES = 128
-"""Of one channel: means and variances of up to eight replicas, and what is made of them."""
+"""Bytes of one channel: means and variances of up to eight replicas, and what is computed from them."""
 FOLLOWING = threading.Lock()
 """torch.fx and torch.export patch torch for the whole process while they follow a module: one at a time."""
 
@@ -117,7 +117,7 @@ class Blocks:
 def find_blocks(
     model: nn.Module, *, sample: Any = None, random: RandomDraws = "plain", batch_size: int | None = None
 ) -> Blocks:
-    """What of `model` can be tiled; the model is not changed.
+    """Finds what of `model` can be tiled; the model is not changed.
 
     Without a sample batch these are pairs of linear layers with element-wise operations between them. With one, every module
     is followed over it: attention, gated and convolution pairs, whatever is a sum over units. What was found is tested on the
@@ -370,7 +370,7 @@ def workload_of(
 
 
 def _batch_statistics(model: nn.Module, captured: Captured | None) -> tuple[int, ...]:
-    """Of every batch normalization over the global batch: the sums and squares of each channel, and the number of values.
+    """Numbers that every batch normalization over the global batch sums: sums and squares of each channel, and the count.
 
     A layer that is frozen in evaluation mode, while the network around it is not, takes no statistics.
     """
@@ -410,7 +410,7 @@ def _facts(found: Blocks, trained: Mapping[str, nn.Parameter], frozen: Mapping[s
 
 
 def _replicated_flop(found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
-    """Of what every rank of a replica repeats, for each of its samples."""
+    """Flop for each sample of what every rank of a replica repeats."""
     captured = found.captured
     if captured is None:
         # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.

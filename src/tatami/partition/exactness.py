@@ -26,7 +26,7 @@ _RANDOM_MODULES = (
 )  # fmt: skip
 RandomDraws: TypeAlias = Literal["plain", "local"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Those that are given the statistics of the global batch."""
+"""Layers that are given the statistics of the global batch."""
 
 
 def refuse_inexact(

@@ -13,9 +13,9 @@ MIN_WIDTH = 24
 MIN_INSIDE = 4
 """Characters between the borders of the narrowest replica that is still drawn."""
 LINES = 13
-"""Of a drawing in which no replica needs more."""
+"""Lines of a drawing in which no replica needs more."""
 MAX_MATS = 16
-"""Of one replica; with more the drawing would be longer than a screen, and a list of bars says more."""
+"""Most tiles of one replica; with more the drawing would be longer than a screen, and a list of bars is drawn."""
 # By which of up, down, left, right a border goes on from here.
 BORDERS = dict(zip(("", "ud", "lr", "dr", "dl", "ur", "ul", "udr", "udl", "dlr", "ulr", "udlr"), " │─┌┐└┘├┤┬┴┼", strict=True))
 SHADES = " ░▒▓"

@@ -51,7 +51,7 @@ def fit_lettering(boxes: Sequence[Box], *, texts: Sequence[tuple[str, str]]) -> 
 
 
 def _best_fit(choices: Sequence[Sequence[str]], *, box: Box, sizes_pt: Sequence[float]) -> Lettering | None:
-    """Of the first choice that fits the form that can be largest, lying; turned only where no choice fits lying."""
+    """The largest lettering of the first choice that fits, horizontal; turned only where no choice fits horizontally."""
     for upright in (False, True):
         width_pt, height_pt = (box.height_pt, box.width_pt) if upright else (box.width_pt, box.height_pt)
         for forms in choices:

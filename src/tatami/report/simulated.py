@@ -21,7 +21,7 @@ _STYLES = ("solid", "dashed", "dotted")
 
 @dataclass(frozen=True, kw_only=True)
 class LossPoint:
-    """Of runs that differ in nothing but chance.
+    """Losses of runs that differ in nothing but chance.
 
     Attributes:
         machines: how many.

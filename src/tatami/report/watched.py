@@ -33,7 +33,7 @@ def draw_watched(
     """Draw speeds in `ax`, relative to what was first known of each, and in `below` what was lost over the price of moving.
 
     A move is made before that exceeds 1, or at once where more was lost until the change was noticed. Speeds that never
-    strayed by 10 % are grey.
+    varied by 10 % are grey.
 
     Args:
         ax, below: empty ones that share their iterations.

@@ -73,7 +73,7 @@ class Estimates:
         self.lie(layout, iteration=0, messages=self.links.messages_of(layout))
 
     def lie(self, layout: Layout, *, iteration: int, messages: tuple[WatchedMessage, ...]) -> None:
-        """The tiles lie like this after `iteration`; what was measured under others does not compare."""
+        """Takes note of the layout after `iteration`; what was measured under others cannot be compared."""
         if np.isfinite(self._last).any():
             self._prior = _Remembered(*self._pooled())
         self._recovered = np.zeros(self._size, dtype=bool)
@@ -94,7 +94,7 @@ class Estimates:
         return [self._alarm(int(index), iteration) for index in np.flatnonzero(changed)] if np.count_nonzero(changed) else []
 
     def _without_bursts(self, values: Vector) -> Vector:
-        """Of a machine that is slow now, none that say it is twice as fast as it used to be, unless there are many in a row.
+        """The values without those that say a slow machine is twice as fast as it used to be, unless there are many in a row.
 
         A container that is held to a part of a core may use that up elsewhere, and a small tile then takes no time at all.
         """

@@ -20,7 +20,7 @@ from tatami.tiling.summing import transfer_rates
 from tatami.workload import Workload
 
 MOST_MESSAGES = 64
-"""Of a layout, those that take longest: each is a number more in every iteration's sum."""
+"""Most messages of a layout that are watched, the longest: each adds a number to every iteration's sum."""
 _AS_BEFORE = 0.15
 """A link within so much of what it was is what it was."""
 

@@ -33,13 +33,13 @@ STEADY = 64
 """Samples since a change that the slow sums wait for: before, the level itself is not known to half the noise."""
 _REFRESH = 8
 _SUSPECT = 0.3
-"""Of h, in the fast sums: what one sample at the clip more than reaches."""
+"""Fraction of h, in the fast sums, that one sample at the clip more than reaches."""
 _TENTHS = 2.5631
 """Distance of the 10th and the 90th percentile of a normal distribution, in standard deviations."""
 _OF_EIGHT = 1.7
 _MOST_MEMORY = 0.8
 _MEDIAN_VARIANCE = 1.57
-"""Of the median of n normal samples, in n-ths of their variance."""
+"""Variance of the median of n normal samples, in n-ths of their variance."""
 _LEAST_NOISE = 0.005
 """Relative. Clocks and schedulers are not finer, and a calm series must not make an alarm of every flutter."""
 

@@ -26,7 +26,7 @@ each other often in an iteration, are slower than any measure of messages says, 
 
 _MOST_BEHIND = 4
 _MOST_SWAPPED = 64
-"""Of more processors the swaps would take longer than what they are to save."""
+"""Most processors for which swaps are tried: with more they would take longer than they save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def iteration_s(layout: Layout, *, situation: Situation, speeds: Mapping[str, fl
 
 @dataclass(frozen=True, kw_only=True)
 class _Predicted:
-    """Of one layout: seconds of an iteration, and those of them in which the ranks of a replica exchange sums."""
+    """The prediction for one layout: seconds of an iteration, and of the sums inside a replica."""
 
     iteration_s: float
     tensor_parallel_s: float

@@ -32,7 +32,7 @@ from tatami.workload import Workload
 CERTAINTY, CERTAINTY_PROVED = 4.0, 2.0
 """Standard errors of a speed that a gain must exceed; and where an alarm has shown that something changed."""
 LEAST_GAIN = 0.03
-"""Of an iteration. What is less is not worth the talk."""
+"""Smallest gain worth acting on, as a fraction of an iteration."""
 FIXED_S = 0.1
 """What a move costs beside its weights until one was measured: planning, agreement, communicators and modules."""
 _LOOK, _LOOK_AT = 32, (4, 8, 16)

@@ -14,14 +14,14 @@ import math
 from dataclasses import dataclass
 
 FALSE_ALARMS = 1e-5
-"""Of all series together, for each iteration: one in 100,000."""
+"""False alarms of all series together, for each iteration: one in 100,000."""
 OUTLIER_SHARE = 0.01
 FAR = 2.0
 """From this many times the level on, a sample may as well be a stall."""
 _FAST, _SLOW = 1.5, 0.5
 _UNSURE = 1.25
 _NORMAL_SHARE = 0.1
-"""Of the false alarms are left to normal noise in either pair of sums; stalls have the rest."""
+"""Fraction of the false alarms that normal noise may cause in either pair of sums; stalls have the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)

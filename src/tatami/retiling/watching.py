@@ -47,9 +47,9 @@ CERTAINTY_PROVED = 2.0
 PROVED = 64
 """Iterations after an alarm, which proves that there is something to gain: what is not known is only how much."""
 FAR_OUT = 0.4
-"""Of an iteration: who would gain so much moves, even if the last move did not bring what it promised."""
+"""Gain, as a fraction of an iteration, that justifies a move even if the last move did not bring what it promised."""
 LEAST_GAIN = 0.03
-"""Of an iteration. What is less is not worth the talk."""
+"""Smallest gain worth acting on, as a fraction of an iteration."""
 FIXED_S = 0.005
 """What a re-tiling costs beside its rows until one was measured: its planning, its agreement, buffers and groups."""
 _LOOK = 32

@@ -16,7 +16,7 @@ _LEAST_BYTES = 1 << 17
 TIGHT = 0.4
 """A plan that takes more of a machine's memory would not fit with what the allocator may keep."""
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Of glibc's malloc.h: M_MMAP_THRESHOLD, from which size memory is the system's own piece, and M_TRIM_THRESHOLD."""
+"""Options of glibc's malloc.h: M_MMAP_THRESHOLD, from which size memory is the system's own piece, and M_TRIM_THRESHOLD."""
 
 
 _libraries: list[ctypes.CDLL] = []

@@ -276,7 +276,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _length(rank: RankContext, factors: tuple[Factor, ...], here: int) -> int:
-    """Of an axis of the whole."""
+    """Length of an axis of the whole tensor."""
     length = 1
     for factor in factors:
         if factor is None:

@@ -84,6 +84,6 @@ def register(model: HoldsTiles) -> None:
 
 
 def models() -> list[HoldsTiles]:
-    """Those that are alive; where ranks are threads of one process, those of all of them."""
+    """The models that are alive; where ranks are threads of one process, those of all of them."""
     with _lock:
         return list(_models)

@@ -22,7 +22,7 @@ _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "La
 """What cannot be tried, because it wants a closure, and what is known by its name."""
 _STEPS = 4
 _SAME = 1e-9
-"""Of the largest change of an element; all is in double precision."""
+"""Tolerance, as a fraction of the largest change of an element; all is in double precision."""
 
 _lock = threading.Lock()
 _is_watching = False

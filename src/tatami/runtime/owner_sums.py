@@ -21,7 +21,7 @@ from tatami.tiling.traffic import size_digits
 
 
 class OwnerSums(AbstractGradientSums):
-    """Those of one model.
+    """Gradient sums over the owners of each unit of one model.
 
     Args:
         rows: of every block, the tensors that hold its units here.

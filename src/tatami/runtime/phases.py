@@ -99,7 +99,7 @@ class Phases:
         self._since_s = self.clock.now_s()
         self._spent_s = dict.fromkeys(IterationPhase, 0.0)
         self.last: PhaseTimes | None = None
-        """Of the iteration that ended last."""
+        """Times of the iteration that ended last."""
         self.computed_s = 0.0
         """Local compute since the beginning, up to the phase that is running."""
         self.spans: list[PhaseSpan] = []

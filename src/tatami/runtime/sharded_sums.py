@@ -30,7 +30,7 @@ Round = tuple[Slices, ...]
 
 
 class ShardedSums(AbstractGradientSums):
-    """Those of one model.
+    """Gradient sums of one model whose optimizer state is sharded.
 
     Args:
         comm: all ranks; each holds the whole network.
@@ -81,7 +81,7 @@ class ShardedSums(AbstractGradientSums):
         return bounds[self._comm.rank], bounds[self._comm.rank + 1]
 
     def part(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Of `like`, shaped as the parameter, a view of what belongs to the shard: flat, or as it is where that is all."""
+        """A view of the shard's part of `like`, shaped as the parameter: flat, or as it is where that is all."""
         start, stop = self.range_of(parameter)
         return like if stop - start == parameter.numel() else like.view(-1)[start:stop]
 

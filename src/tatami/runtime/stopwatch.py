@@ -63,7 +63,7 @@ class CudaStopwatch(AbstractStopwatch):
 
 
 def stopwatch_of(device: torch.device, clock: Clock) -> AbstractStopwatch:
-    """That of a device; of what is no CUDA device the host's."""
+    """The stopwatch of a CUDA device; that of the host for any other."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(clock)
 
 

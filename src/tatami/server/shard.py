@@ -71,7 +71,7 @@ class ShardServer:
         return True
 
     def squared_norm(self, shard: int, contributions: tuple[Contribution, ...]) -> float:
-        """Of the gradient that these contributions come to, on this shard."""
+        """Squared norm of the summed gradient of these contributions on this shard."""
         norm = 0.0
         for _, gradient in self._gradient(shard, contributions):
             wide = gradient.astype(np.float64)

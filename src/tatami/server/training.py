@@ -115,7 +115,7 @@ def resume(
 
 
 _WORKER_BYTES = 180_000_000
-"""Of a process that has loaded torch; measured, without what it shares with others."""
+"""Memory of a process that has loaded torch; measured, without what it shares with others."""
 _SERVER_BYTES = 55_000_000
 _LEAST_PATIENCE_S = 4.0
 """How long a worker waits for a server's answer at first. It is for servers that die and send nothing."""

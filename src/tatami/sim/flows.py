@@ -143,7 +143,7 @@ class Flows:
             self._changed[lane] = None
 
     def divide(self, now_s: float) -> Iterator[Flow]:
-        """Those whose rate is another from now on."""
+        """The flows whose rate changes now."""
         for together in self._reached():
             for flow, rate in rates_of(together).items():
                 if rate != flow.rate_bytes_per_s:

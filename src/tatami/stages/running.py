@@ -116,7 +116,7 @@ class StageRunner:
 
     @property
     def part(self) -> StagePart | ModelError:
-        """Of the program that the network's mode asks for."""
+        """The stage's part of the program for the network's mode."""
         return self.training if self.module.training else self.evaluation
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, micro_batch: int = 0, num_micro_batches: int = 1) -> Any:
@@ -419,7 +419,7 @@ def _intercepted(runner: StageRunner, name: str, plain: Callable[..., Any]) -> C
 
 
 def _linear_layers(module: nn.Module, staging: Staging, stage: int) -> list[nn.Linear]:
-    """Those within the modules that this stage runs as a whole.
+    """Linear layers within the modules that this stage runs as a whole.
 
     What stands in place of the `forward` of one says by `is_plain` whether it computes the same at the moment.
     """

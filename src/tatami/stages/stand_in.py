@@ -77,7 +77,7 @@ class StandIn(torch.Tensor):
 
 
 def form_of(given: Any) -> Any:
-    """What of the arguments of an operation decides the form of its result, but not the values of tensors."""
+    """The part of an operation's arguments that decides the form of its result: all but the values of tensors."""
     if isinstance(given, torch.Tensor):
         return given.shape, given.stride(), given.dtype, given.device, isinstance(given, StandIn)
     if type(given) in (tuple, list):

@@ -120,7 +120,7 @@ def _survives_pickling(error: Exception) -> bool:
 
 
 _FAILED = pytest.StashKey[dict[str, str]]()
-"""Of each test that failed in this process, its text."""
+"""The output of each test that failed in this process."""
 
 
 # -- the plugin -----------------------------------------------------------------------------------------------------------

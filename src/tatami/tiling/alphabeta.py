@@ -38,9 +38,9 @@ FLOP_PER_S = 1e9
 MEASURED_FROM = 1e6
 """Where the fastest is no slower, speeds are flop/s: relative speeds do not go up to a million."""
 _NOTHING = 1e-9
-"""Of shares that were added and taken away."""
+"""Rounding of shares that were added and subtracted."""
 _LOOKED_AT = 8
-"""Of many replicas, the widest and the deepest whose sums a lower bound looks at."""
+"""Number of the widest and of the deepest replicas whose sums a lower bound looks at."""
 
 
 @final
@@ -151,7 +151,7 @@ def sums_s(
     *,
     element_bytes: int | None = None,
 ) -> float:
-    """Of sums over the same processors: how many there are of so many elements each."""
+    """Seconds of sums over the same processors, given how many there are of each number of elements."""
     if element_bytes is None:
         element_bytes = workload.element_bytes if algorithm == "native" else workload.wire_bytes
     link = links.among(names)
@@ -259,7 +259,7 @@ def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
 def _owned(
     layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink, shares: Mapping[str, float] | None
 ) -> tuple[list[float], list[float], list[float], list[int]]:
-    """Of each processor: what it sends, in seconds and in parts of all units, the longest latency to an owner, and how many.
+    """What each processor sends, in seconds and as a part of all units, its longest latency to an owner, and their number.
 
     Of each of its units it sends what it does not sum to who does, and what it sums to C - 1 others: 1 + (C - 2) f of it.
     """

@@ -19,7 +19,7 @@ _RANGE = 2.7
 
 
 def replica_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> NDArray[np.float64]:
-    """Of each replica: flop of one sample over the speed, of the slowest of each block, summed over the blocks.
+    """For each replica: flop of one sample over the speed, of the slowest in each block, summed over the blocks.
 
     An imbalance in one block cannot be made up for in another. Six heads over speeds 1, 0.5 and 0.25 are 3, 2 and 1 of them:
     4 units of time where 3.43 would be balanced, however well the hidden units of the next block divide.
@@ -31,7 +31,7 @@ def replica_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload:
 
 
 def section_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> Iterator[NDArray[np.float64]]:
-    """Of each section of the workload, for each processor of the layout: flop of one sample over the speed."""
+    """Flop of one sample over the speed, for each section of the workload and each processor of the layout."""
     own = np.fromiter(map(speeds.__getitem__, layout.processors), dtype=np.float64, count=len(layout.processors))
     for section in workload.sections:
         units = layout.unit_shares(section.units) * section.units
@@ -55,7 +55,7 @@ def scatter_range(processors: Sequence[Processor]) -> tuple[float, float] | None
         return None
     low, high = (deviation * NormalDist().inv_cdf(share ** (1 / len(processors))) for share in (0.05, 0.95))
     # Below the median as a logarithmic normal distribution, which is the same where they scatter by little: timings that
-    # strayed by 200 % would otherwise promise iterations that take less than nothing.
+    # varied by 200 % would otherwise promise iterations that take less than nothing.
     return (expm1(low) if low < 0 else low), high
 
 
@@ -80,7 +80,7 @@ def idle_s(layout: Layout, *, cluster: Cluster) -> float:
 
 
 def compute_s(layout: Layout, *, cluster: Cluster, workload: Workload, flop_per_s: float) -> float:
-    """Of the replica that takes longest: flop over speed, that of the micro-batch's size where it depends on it, and the calls.
+    """Seconds that the slowest replica computes: flop over its speed at the size of its micro-batches, and calls.
 
     Args:
         flop_per_s: of a processor of speed 1.

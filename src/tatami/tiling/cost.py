@@ -82,7 +82,7 @@ class RememberedCost(AbstractCost):
 
 @dataclass
 class _Known:
-    """Of one layout, as far as it was asked."""
+    """What is known of one layout's price."""
 
     price: Cost | None = None
     at_least: float | None = None

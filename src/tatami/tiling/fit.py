@@ -18,7 +18,7 @@ from tatami.tiling.taking_part import WORTH_PLANNING, QuickPrices, reason_for, s
 from tatami.workload import Workload
 
 _MOST_TRIED = 256
-"""Of more processors only one other planner is asked whom it leaves out."""
+"""Most processors for which several other planners are asked whom they leave out."""
 _MOST_PLANNED = 6
 """Sets of processors that are planned in full."""
 _MOST_PLACED = 1024

@@ -100,7 +100,7 @@ def _reduce_scatter(tiling: Tiling, chunks: Iterator[Sequence[int]]) -> Iterator
 
 
 def _chunks(tiling: Tiling) -> Iterator[Sequence[int]]:
-    """Of each group, how many units the owner in each replica sums: equal parts."""
+    """How many of each strip's units the owner in each replica sums: equal parts."""
     num_replicas = len(tiling.replicas)
     turn = 0
     for group in tiling.owned_units:

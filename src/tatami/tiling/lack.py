@@ -21,7 +21,7 @@ _MOST_TRIED = 256
 """Where there are more processors, what would help is not tried out."""
 _MACHINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _PLAIN_SGD_BYTES = 12.0
-"""Of state for each trained weight, with optimizers that have no moments."""
+"""Bytes of state for each trained weight with an optimizer without moments."""
 
 
 def lack_of_size(cluster: Cluster, *, workload: Workload) -> MemoryLackError:

@@ -70,8 +70,7 @@ class Replica:
     def _with(self, width: float, micro_batches: int) -> Replica:
         if not (0 <= width < math.inf and micro_batches >= 1):
             return replace(self, width=width, micro_batches=micro_batches)  # says what is wrong
-        # The heights are checked, and what is known of them stays true: planners make hundreds of thousands of these.
-        replica = object.__new__(Replica)
+        replica = object.__new__(Replica)  # the heights are checked already, and planners make hundreds of thousands of these
         replica.__dict__.update(self.__dict__, width=width, micro_batches=micro_batches)
         return replica
 
@@ -143,7 +142,7 @@ class Layout:
 
     @cached_property
     def heights(self) -> NDArray[np.float64]:
-        """Of all `processors`."""
+        """Heights of all `processors`."""
         return self._of_all(replica.heights for replica in self.replicas)
 
     @cached_property

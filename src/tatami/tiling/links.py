@@ -98,7 +98,7 @@ class _SlowestOwn:
         heapq.heappush(self._heaps[1], (-link.latency_s, host))
 
     def among(self, hosts: Container[str]) -> Link:
-        """Of `hosts`, all of which were added; others are forgotten."""
+        """The slowest link among `hosts`, all of which were added; others are forgotten."""
         for heap in self._heaps:
             while heap[0][1] not in hosts:
                 heapq.heappop(heap)

@@ -59,7 +59,7 @@ def memory_bytes(
 def optimizer_shares(
     layout: Layout, *, workload: Workload, cluster: Cluster | None = None, ranks: int | None = None
 ) -> dict[str, float]:
-    """Of every processor, the share of the weights that it updates where the optimizer is sharded: by speed, within memory.
+    """Each processor's share of the weights that it updates where the optimizer is sharded: by speed, within memory.
 
     Arguments are those of `memory_bytes`.
     """
@@ -187,7 +187,7 @@ class _Messages:
         self._parts = _most_summed(layout, shares)
         size_bytes = workload.replicated_parameters * self._element_bytes
         self.replicated_bytes = 0.0
-        """Of the gradients that all ranks of a replica have."""
+        """Bytes of the gradients that all ranks of a replica have."""
         if replicas > 1 and workload.sharded_state_bytes:
             # Of two rounds what goes out and what comes, in which the largest share counts as an equal one.
             self.replicated_bytes = 4 * size_bytes / num_rounds(size_bytes)
@@ -219,7 +219,7 @@ class _Messages:
 
 
 def _most_summed(layout: Layout, shares: Mapping[str, float] | None) -> Vector:
-    """Of every processor, the most of its units that it may have to sum: in proportion to `shares` with the owners of a group,
+    """The most of its units that each processor may have to sum: in proportion to `shares` with the owners of a group,
     of whom there is one in each replica."""
     members = len(layout.processors)
     if shares is None:
@@ -342,7 +342,7 @@ class _Squeeze:
         )
 
     def _time(self, widths: Vector) -> float:
-        """In which each replica of these widths is done, however its heights are shared out within memory."""
+        """Time in which each replica of these widths is done, with its best heights within memory."""
         return float((widths * (self._area_flop + self._width_flop) / np.minimum.reduceat(self._speeds, self._starts)).max())
 
     def _limit(self, widths: Vector) -> Vector:
@@ -392,7 +392,7 @@ class _Squeeze:
         return self._sums(heights) >= 1
 
     def _heights(self, widths: Vector) -> Vector:
-        """Those of equal time in every replica, as far as memory allows; they sum to 1."""
+        """Heights of equal time in every replica, as far as memory allows; they sum to 1."""
         limit = self._limit(widths)
         low = np.zeros(len(widths))
         high = widths * (self._area_flop + self._width_flop) / np.minimum.reduceat(self._speeds, self._starts)

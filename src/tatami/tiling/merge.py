@@ -19,7 +19,7 @@ from tatami.workload import Workload
 SMALL_GROUP = 0.06
 """The paper's threshold, of the whole height."""
 _LARGEST_MOVE = 0.25
-"""Of the mean height of a tile."""
+"""Largest move of a cut, as a fraction of the mean height of a tile."""
 
 
 @final

@@ -34,14 +34,14 @@ from tatami.tiling.pipeline_flow import Floats, PipelineFlow
 EXACT = 10
 """Largest number of machines whose order is found by the table over all sets: 10 take some tenths of a second."""
 _STEPS = 16
-"""Of the bisection: tau is then known to 2e-5 of its range."""
+"""Steps of the bisection: tau is then known to 2e-5 of its range."""
 _POLISHED, _ROUNDS = 8, 60
 """So many candidates are polished, the fastest first, in so many steps at most."""
 _QUICKLY_POLISHED, _QUICK_ROUNDS = 2, 6
 _QUANTILES = (0.0, 0.5, 0.8)
-"""Of the machines' links: those with slower ones are left out."""
+"""Quantiles of the machines' links: those with slower ones are left out."""
 _MOVED = 24
-"""Of a longer pipeline only so many stages are exchanged for others in a step: those that take longest."""
+"""Most stages of a long pipeline that are exchanged for others in a step: those that take longest."""
 _ROUNDING = 1e-9
 
 

@@ -33,9 +33,9 @@ _LONG = 0.3
 (`tatami.sim.tiling.staged`): 3 take more than 2 % longer than the formula says, and 31 where stages keep only what hides a way
 to and fro; of 200 others, over links that are not alike, none and 20."""
 _BUSY = 0.5
-"""Of the time between two micro-batches: where a link carries something for longer, no weights are left, and no more forward
-passes come first than hide the hand-overs. What comes early comes in bursts, for which such a link is too slow: up to 40 %
-longer in 358 simulated pipelines. All stages then go at the pace of the slowest."""
+"""Fraction of the time between two micro-batches: where a link carries something for longer, no weights are left, and no more
+forward passes come first than hide the hand-overs. What comes early comes in bursts, for which such a link is too slow: up to
+40 % longer in 358 simulated pipelines. All stages then go at the pace of the slowest."""
 _ROUNDING = 1e-9
 
 Floats = NDArray[np.float64]
@@ -77,7 +77,7 @@ class PipelineFlow:
 
     @cached_property
     def is_busy(self) -> NDArray[np.bool_]:
-        """Of each pipeline: whether a link carries something for so long that bursts are too much for it."""
+        """For each pipeline, whether a link is busy for so long that bursts are too much for it."""
         return np.asarray((self.links_s > _BUSY * self.tau_s[:, None]).any(axis=1))
 
     @cached_property
@@ -165,7 +165,7 @@ class PipelineFlow:
 
 
 def _in_front(each: NDArray[Any]) -> NDArray[Any]:
-    """Of each stage, the sum over the stages in front of it."""
+    """For each stage, the sum over the stages before it."""
     sums = np.zeros_like(each)
     np.cumsum(each[:, :-1], axis=1, out=sums[:, 1:])
     return sums

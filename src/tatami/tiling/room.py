@@ -14,9 +14,9 @@ _NO_LOSS = 1.01
 """Micro-batches that lengthen an iteration by less are taken without looking for other shares, which takes 10 ms and more."""
 _MOST_DOUBLINGS = 10
 _MOST_REPLICAS = 16
-"""Of more replicas all have the same number of micro-batches more."""
+"""Most replicas whose numbers of micro-batches grow one by one; with more, all grow together."""
 _WORTH = 0.05
-"""Of an iteration: micro-batches that memory does not ask for are taken if they save more."""
+"""Fraction of an iteration that micro-batches beyond those that memory needs must save."""
 
 
 def with_room(

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 ROUND_BYTES = 4 << 20
 MOST_ROUNDS = 32
-"""Of larger networks rounds grow, or there would be many small messages."""
+"""Most rounds: those of larger networks grow, or there would be many small messages."""
 Slices = tuple[tuple[int, int, int], ...]
 """Ranges of elements: the number of the weight, the first element, and the one after the last."""
 

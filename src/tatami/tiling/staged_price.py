@@ -359,7 +359,7 @@ class _Price:
         return self.noise * samples * flop / (pass_speed(processor.speed, samples, workload=self.workload) * self.scale)
 
     def _late_s(self, stage: int, replica: int) -> float:
-        """What of a micro-batch's work on a stage no other stage waits for."""
+        """The part of a micro-batch's work on a stage that no other stage waits for."""
         if not stage or len(self.layout.stages[stage].replicas[replica].processors) > 1:
             return 0.0
         flop = sum(piece.late_flop_per_sample for piece in self.pieces[stage])

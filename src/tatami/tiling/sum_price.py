@@ -35,7 +35,7 @@ class SumSize:
 
 
 def sum_size(algorithm: str, *, members: int, size: float, element_bytes: int) -> SumSize:
-    """Of a sum of `size` elements over `members` ranks.
+    """Messages and bytes of a sum of `size` elements over `members` ranks.
 
     Args:
         algorithm: as `tatami.tiling.traffic.sum_algorithm` says; a native sum counts as halving and doubling.

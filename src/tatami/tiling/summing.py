@@ -26,7 +26,7 @@ def transfer_rates(cluster: Cluster) -> dict[str, float] | None:
 def summing_shares(
     heights: Sequence[float], names: Sequence[str], *, replicas: int, rates: Mapping[str, float] | None
 ) -> dict[str, float] | None:
-    """Of every processor, the share of its units that it sums, so that the one that takes longest is done soonest.
+    """Each processor's share of its units that it sums, so that the slowest is done soonest.
 
     With h units a processor sends and receives h (1 + (C - 2) f) of them if it sums the share f. The shares are those of one
     time T for all, as far as they lie between 0 and 1; the owners of a group divide it in proportion to them.

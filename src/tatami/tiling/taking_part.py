@@ -34,7 +34,7 @@ _STARTS = 2
 _FEW = 24
 """Up to so many processors all single moves are tried; of more, the last of every order goes, or the first comes."""
 _MANY = 2048
-"""Of more processors single ones are not moved, and fewer prefixes of an order are priced."""
+"""With more processors, single ones are not moved and fewer prefixes of an order are priced."""
 _DEEPEST = 32
 """Processors in a replica of a quick layout of so many."""
 _WORK = 50_000
@@ -46,7 +46,7 @@ _IDEAL = Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)
 WORTH_PLANNING = 1.1
 """A set whose quick price is higher by more than this than the best plan is not planned."""
 _WORTH = 0.01
-"""Of an iteration: who would save less even if nothing but its speed counted is too slow."""
+"""Fraction of an iteration that a processor must save, if only its speed counted, not to be too slow."""
 
 Chosen = frozenset[int]
 

@@ -23,7 +23,7 @@ from tatami.tiling.weighted import WeightedPlanner, data_parallel
 from tatami.workload import Workload
 
 _ROWS = 256
-"""Of the dynamic program's table, whatever Eq. 8 thinks of them. Up to 16 replicas all are tried, then steps of an eighth."""
+"""Rows of the dynamic program's table, whatever their Eq. 8. Up to 16 replicas all are tried, then steps of an eighth."""
 _OTHERS: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPlanner(), GridRevPlanner())
 
 
@@ -94,7 +94,7 @@ def balanced(
 
 
 def _partitions(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> Iterator[Layout]:
-    """Of the ascending order, which `table` is of, and of others."""
+    """Partitions of the ascending order, which is that of `table`, and of other orders."""
     orders = [ascending(cluster)]
     by_host = sorted(orders[0], key=lambda processor: processor.host)
     by_memory = sorted(orders[0], key=lambda processor: processor.memory_bytes or 0)

@@ -34,9 +34,9 @@ RIDE_ALONG_ELEMENTS = 16_384
 """Replicated gradients up to this size ride on the messages between owners. Larger ones are worth an all-reduce of their own,
 which moves at most twice their size for each rank instead of C - 1 times."""
 STATISTICS_BYTES = 8
-"""Of an element of a sum of batch statistics: squares are summed in double precision, or they would lose digits."""
+"""Bytes of an element of a sum of batch statistics: squares are summed in double precision, or they would lose digits."""
 SIZE_DIGITS = 5
-"""Of base 256: numbers up to 10^12."""
+"""Digits of base 256: numbers up to 10^12."""
 _MOST_DIRECT = 16
 """So many ranks sum directly: in 2 (k - 1) messages for each. More do it by halving and doubling, as many bytes in 2 log2 k."""
 
@@ -343,7 +343,7 @@ def _sent_bytes(element_bytes: int, wire: str | None) -> int:
 def _owners_messages(
     tilings: Sequence[Tiling], unit_elements: Sequence[int], shares: Mapping[str, float] | None
 ) -> tuple[Message, ...]:
-    """Those that carry units; blocks of which nothing travels are left out."""
+    """Messages that carry units; blocks of which nothing travels are left out."""
     replicas = len(tilings[0].replicas)
     numbers = [number for number, elements in enumerate(unit_elements) if elements]
     if not numbers or replicas == 1:

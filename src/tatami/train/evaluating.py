@@ -129,12 +129,12 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> float:
-    """Of outputs and targets of one shape."""
+    """The error over all elements of outputs and targets of one shape."""
     return float((_alike(output, target) - target).double().square().mean())
 
 
 def mean_absolute_error(output: torch.Tensor, target: torch.Tensor) -> float:
-    """Of outputs and targets of one shape."""
+    """The error over all elements of outputs and targets of one shape."""
     return float((_alike(output, target) - target).double().abs().mean())
 
 
@@ -143,7 +143,7 @@ METRICS: Mapping[str, Metric] = {
     "mean_absolute_error": mean_absolute_error,
     "mean_squared_error": mean_squared_error,
 }
-"""Those that can be asked for by name."""
+"""Metrics that can be asked for by name."""
 
 
 def metrics_of(given: Mapping[str, Metric] | Sequence[str] | None) -> dict[str, Metric]:

@@ -321,7 +321,7 @@ class Fit:
         setup.callbacks.call("on_train_batch_end", self._trainer, updated.loss)
 
     def _total_samples(self) -> int | None:
-        """That will be gone through, where that is known."""
+        """Samples of the whole call, if the number is known."""
         batches, limits, position = self._batches, self._limits, self._position
         samples, batch_size, num_batches = batches.num_samples, batches.batch_size, batches.num_batches
         if samples is None or batch_size is None or num_batches is None:

@@ -13,12 +13,12 @@ from tatami.runtime.stopwatch import AbstractStopwatch
 
 _PROBE_SIZE = 256
 _MOST_PROBING = 0.1
-"""Of the time: a look of a rank that has all but stopped may take longer than the others compute."""
+"""Largest fraction of the time spent probing: a probe by a rank that has almost stopped may outlast the others."""
 
 
 @final
 class OwnTimes:
-    """Of one rank, for as long as it trains `model`."""
+    """The times of one rank, for as long as it trains `model`."""
 
     def __init__(self, model: TiledModel) -> None:
         self._model = model

@@ -139,7 +139,7 @@ class Callbacks:
         return [each.state_dict() if hasattr(each, "state_dict") else None for each in self._all]
 
     def load_state_dict(self, states: list[Any]) -> None:
-        """Those of a run with the same callbacks, in the same order; of others, nothing is known."""
+        """Loads the states of a run with the same callbacks in the same order; others are ignored."""
         for each, state in zip(self._all, states, strict=False):
             if state is not None and hasattr(each, "load_state_dict"):
                 each.load_state_dict(state)

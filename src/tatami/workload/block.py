@@ -113,7 +113,7 @@ class Section:
     repeated_flop: float
 
     def flop(self, units: float) -> float:
-        """Of a rank with so many units of each block."""
+        """Flop of a rank with so many units of each block."""
         return self.work(units) + (self.beside_flop if units else 0.0)
 
     def work(self, units: float) -> float:

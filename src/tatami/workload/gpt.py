@@ -13,7 +13,7 @@ from tatami.workload.piece import Piece
 from tatami.workload.workload import Workload
 
 VOCABULARY = 50_257
-"""Of GPT-2."""
+"""The vocabulary of GPT-2."""
 FEWEST_ROWS = 512
 """Smaller vocabularies are repeated: the sums that they would need take longer than what they save."""
 _FLOAT_BYTES = 4

@@ -14,13 +14,13 @@ from tatami.workload.linear_pair import linear_pair
 from tatami.workload.piece import Piece
 
 MOST_SAMPLES = 10**12
-"""Of a batch: far below what a float counts exactly."""
+"""Most samples of a batch: far below what a float counts exactly."""
 
 
 WIRES = ("bfloat16", "float16")
 """As what numbers of more bytes may travel."""
 HALF_BYTES = 2
-"""Of an element of either."""
+"""Bytes of an element of either."""
 _AMOUNTS = (
     "sample_flop",
     "state_bytes_per_parameter",
@@ -123,7 +123,7 @@ class Workload:
 
     @cached_property
     def kinds(self) -> tuple[tuple[Block, int], ...]:
-        """The blocks that differ, and how many there are of each: what 96 alike layers cost is reckoned once."""
+        """The blocks that differ, and how many there are of each: 96 identical layers are priced once."""
         return tuple(Counter(self.blocks).items())
 
     @cached_property
@@ -155,7 +155,7 @@ class Workload:
 
     @property
     def wire_bytes(self) -> int:
-        """Of an element on its way between hosts."""
+        """Bytes of an element on its way between hosts."""
         return self.element_bytes if self.wire is None else HALF_BYTES
 
     @property
@@ -190,20 +190,20 @@ class Workload:
 
     @property
     def replicated_gradient_bytes(self) -> int:
-        """What of `replicated_state_bytes` are gradients."""
+        """The part of `replicated_state_bytes` that is gradients."""
         return self.replicated_parameters * self.element_bytes
 
     @property
     def replicated_moved_bytes(self) -> float:
-        """What of `replicated_state_bytes` a rank gets that joins: all but the gradients."""
+        """The part of `replicated_state_bytes` that a joining rank receives: all but the gradients."""
         return self.replicated_state_bytes - self.replicated_gradient_bytes
 
     def unit_gradient_bytes(self, block: Block) -> int:
-        """What of `unit_state_bytes` are gradients."""
+        """The part of `unit_state_bytes` that is gradients."""
         return block.unit_parameters * self.element_bytes
 
     def unit_moved_bytes(self, block: Block) -> float:
-        """What of `unit_state_bytes` moves with a unit in a re-tiling."""
+        """The part of `unit_state_bytes` that moves with a unit in a re-tiling."""
         return self.unit_state_bytes(block) - self.unit_gradient_bytes(block)
 
     @cached_property
@@ -264,7 +264,7 @@ class Workload:
 
 
 def corners(moments: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Those of `moments` (see `Workload.backward_moments`) at which memory may be fullest.
+    """The `moments` (see `Workload.backward_moments`) at which memory may be fullest.
 
     They are the corners of the upper right hull of all of them, beginning with the one that has most of what is kept.
     """

@@ -120,7 +120,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _flop(node: fx.Node, following: Following) -> float:
-    """Of one node forward; an element-wise operation counts one for each element."""
+    """Flop of one node forward; an element-wise operation counts one for each element."""
     if node in following.attentions:
         q, k, v = (node.args[at].meta["val"].shape for at in range(3))  # type: ignore[union-attr]
         queries = math.prod(_hint(size) for size in q[:-1])

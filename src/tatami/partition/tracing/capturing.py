@@ -87,7 +87,7 @@ class Captured:
     dropout_orders: Mapping[str, frozenset[tuple[int, ...]]] = field(default_factory=dict)
 
     def samples_axis(self, layer: str) -> int | None:
-        """Of what a layer of one input is called with; None where that is not known."""
+        """The samples' axis of the input of a layer with one input; None where it is not known."""
         call = self.calls.get(layer)
         return call.sample_axes[0] if call is not None and len(call.sample_axes) == 1 else None
 

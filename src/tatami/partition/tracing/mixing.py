@@ -24,7 +24,7 @@ from tatami.runtime.losses import CountedMeans
 from tatami.tiling import Span
 
 _ALIKE = 1e-3
-"""Of the largest element: single precision in another order is off by 1e-6, a sample that sees others by much more."""
+"""Tolerance, of the largest element: single precision in another order is off by 1e-6, samples that are coupled by far more."""
 _SAME_NUMBER = {torch.float64: 1e-8, torch.float32: 1e-4}
 _SAME_HALF = 3e-2
 EITHER = frozenset({"mean", "sum"})
@@ -166,7 +166,7 @@ class _Passes:
 
 
 def kept_of_samples(model: nn.Module, sample: Sample, changed: Collection[str]) -> tuple[str, ...]:
-    """Of what a pass in training changes in the modules: what depends on its samples afterwards.
+    """What a training pass changes in the modules in a way that depends on its samples.
 
     A buffer is saved, so what it holds must be that of the whole batch. Of anything else it matters only whether later passes
     see it: results that are kept to be looked at are written again by the next pass.

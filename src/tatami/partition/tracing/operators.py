@@ -347,7 +347,7 @@ def _matmul(following: Following, node: fx.Node) -> Axes | None:
 
 
 def _einsum(following: Following, node: fx.Node) -> Axes | None:
-    """Of two tensors, every letter once in each."""
+    """The axes of an einsum of two tensors, with every letter once in each."""
     equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
     given, arrow, wanted = equation.partition("->")
     letters = given.split(",")

@@ -50,7 +50,7 @@ class Keeping:
 
     @property
     def size_bytes(self) -> int:
-        """Of all of it."""
+        """Size of all that is kept, in bytes."""
         return sum(kept.size_bytes for kept in self.found.values())
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Keeping:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Of its memory; 0 for tensors that have none of their own."""
+    """Address of its memory; 0 for tensors that have none of their own."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 

@@ -30,7 +30,7 @@ _FREE = frozenset({
     "out_channels", "num_features", "elementwise_affine",
 })  # fmt: skip
 _READ_BY_PROGRAMS = frozenset({"momentum", "eps"})
-"""Of batch normalization: a program reads them in every pass."""
+"""Settings of batch normalization that a program reads in every pass."""
 
 
 def has_hooks(module: nn.Module, *, forward: bool = True) -> bool:
@@ -73,7 +73,7 @@ class _Noticing(OrderedDict[Any, Any]):
 
 
 class ModuleSettings:
-    """Those of one tiled network, as they are when this is made.
+    """The settings of one tiled network, as they are when this object is made.
 
     Args:
         network: the network.

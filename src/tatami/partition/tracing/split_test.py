@@ -29,7 +29,7 @@ from tatami.runtime.tensor_parallel import ReplicaComm
 from tatami.tiling import Span
 
 _TOLERANCE = 1e-9
-"""Of the largest element, in double precision: sums in another order are off by 1e-15, a wrong cut by 1e-2 or more."""
+"""Tolerance, of the largest element in double precision: sums in other order are off by 1e-15, a wrong cut by 1e-2 or more."""
 _PARTS = 2
 
 

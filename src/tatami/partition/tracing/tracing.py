@@ -42,7 +42,7 @@ _KEEPS = "its forward pass keeps something in the module ({}), which a program o
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 3e-2
-"""Of the largest element: a program and its module compute the same operations one by one."""
+"""Tolerance, of the largest element: a program and its module compute the same operations one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def cut_names(name: str, followed: Followed) -> set[str]:
 
 
 def _elements(model: nn.Module, found: Mapping[str, Followed]) -> int:
-    """Of all the weights that are split."""
+    """Number of elements of all the weights that are split."""
     names = {tensor for name, each in found.items() for tensor in cut_names(name, each)}
     return sum(parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False) if name in names)
 

@@ -12,7 +12,7 @@ from tatami.tiling import StagedLayout
 PHASES = tuple(palette.PHASES)
 """By the names that records have."""
 STAGE_PHASES = ("handover", "bubble")
-"""Those that only pipeline stages have."""
+"""Phases that only pipeline stages have."""
 
 _LARGEST = 1 << 63
 _COUNT = "a whole number of at least 0"

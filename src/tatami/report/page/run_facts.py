@@ -13,11 +13,11 @@ from tatami.report.page.record_shapes import PHASES, STAGE_PHASES
 from tatami.tiling import StagedLayout, spans
 
 MOST_POINTS = 1_500
-"""Of a curve: more than a screen has columns."""
+"""Most points of a curve: more than a screen has columns."""
 _MOST_ROWS = 6_000
-"""Of a chart over ranks or links, all tilings together."""
+"""Most rows of a chart over ranks or links, for all tilings together."""
 _MOST_SPANS = 4_000
-"""Of all ranks of the timeline."""
+"""Most spans of the timeline, for all ranks."""
 
 Row = dict[str, Any]
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 CHECKS = (3, 7, 14, 28, 56, 112, 224, 448, 896)
 """Rounds after which the leads are compared: all ranks wait there for the last, and go on with the leads they had."""
 _TOGETHER = 1e-7
-"""Of a round: parts that differ by an element are to count as alike."""
+"""Tolerance, as a fraction of a round: parts that differ by an element count as equal."""
 _LEAST_S = 2e-9
 """The stage tells no times apart that are nearer than 1e-9 s."""
 

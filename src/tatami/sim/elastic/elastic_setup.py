@@ -123,5 +123,5 @@ class LossyRun:
 
     @property
     def lost_fraction(self) -> float:
-        """Of the whole time; 0 of a run without any."""
+        """Fraction of the whole time that was lost; 0 for a run without time."""
         return self.lost_s / self.total_s if self.total_s else 0.0

@@ -12,7 +12,7 @@ from tatami.sim.platforms.tree import MachineGroup, Tree
 
 _OAKFOREST_NODES = 256
 _OAKFOREST_LATENCY_S = 250e-9
-"""Of one cable: four of them make the microsecond or so that small messages take between two nodes."""
+"""Latency of one cable: four of them make the microsecond or so that small messages take between two nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class MachineGroup:
 
     @property
     def names(self) -> list[str]:
-        """Of the copies."""
+        """Names of the copies."""
         pattern = self.name if "{i}" in self.name or self.count == 1 else self.name + "{i}"
         return [pattern.replace("{i}", str(index)) for index in range(self.count)]
 

@@ -24,7 +24,7 @@ class Period:
 
     @property
     def round_s(self) -> float:
-        """Of one round, its part of the checkpoint with it."""
+        """Seconds of one round, with its part of the checkpoint."""
         return self.duration_s / self.rounds
 
 

@@ -85,6 +85,6 @@ def _fit(matrix: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def flop_of(tile: TimedTile, *, workload: Workload) -> float:
-    """Of an iteration of this tile, by Table 1."""
+    """Flop of an iteration of this tile, by Table 1."""
     alone = Tile(processor="", replica=0, samples=Span(0, tile.samples), units=Span(0, tile.units))
     return work_of([alone], samples=tile.samples, workload=workload).total_flop

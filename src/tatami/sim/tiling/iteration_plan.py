@@ -177,7 +177,7 @@ def _with_calls(startup: Startup, seconds: float, *, blocks: int, speed: float) 
 
 
 def _idle_legs(processor: Processor, *, speed: float, blocks: int, statistics: Sequence[FloorSum]) -> tuple[Leg, ...]:
-    """Of one without a tile: what an iteration costs it, before it takes part in the sums of gradients."""
+    """What an iteration costs a processor without a tile, before it takes part in the gradient sums."""
     flop = processor.step_s * float(speed)
     if statistics:
         work = Work(forward=(flop, *[0.0] * (blocks - 1)), backward=(0.0,) * blocks, update_flop=0.0)

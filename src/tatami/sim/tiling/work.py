@@ -11,7 +11,7 @@ from tatami.tiling import Tile
 from tatami.workload import Workload
 
 _FORWARD_SHARE = 1 / 3
-"""Of what layers outside of blocks cost: backward is two products of the same size for each of forward."""
+"""Forward's share of the cost of layers outside of blocks: backward is two products of the same size for each of forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Work:
         return math.fsum(self.backward)
 
     def part(self, share: float) -> Work:
-        """That of a micro-batch with this share of the samples; the update is not shared out."""
+        """The work of a micro-batch with this share of the samples; the update is not shared out."""
         return replace(
             self,
             forward=tuple(share * flop for flop in self.forward),
