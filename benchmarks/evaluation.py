@@ -1,7 +1,8 @@
 """The paper's evaluation, measured in labs on this machine:  python benchmarks/evaluation.py [OPTIONS]
 
     --part efficiency --n 4,8 --condition A     only so much of it; what was measured before is kept for the rest
-    --paced 0.3e9 --net original                on hosts that last as long as those of the paper did: `evaluation-paced.*`
+    --paced 0.3e9 --net original                on hosts that last as long as those of the paper did:
+                                                `evaluation-paced-*`, by Mbit/s of the links
     --report                                    measure nothing, write tables and pictures from the records
 
 Needs Linux and root (see docs/lab.md), and a machine with nothing else to do: more than an hour on 2 cores. Writes
@@ -169,7 +170,7 @@ def main() -> None:
     """Measure, then report."""
     options = _options()
     options.results.mkdir(parents=True, exist_ok=True)
-    paced = "" if options.paced is None else "-paced"
+    paced = "" if options.paced is None else f"-paced-{8e-6 * options.bandwidth:g}"
     path = options.results / f"evaluation{paced}.jsonl"
     if not options.report:
         try:
