@@ -164,10 +164,10 @@ class Tiled(AbstractContestant):
             with self.model.phases.during(IterationPhase.GRADIENTS):
                 request.wait()
             if retiling is not None:
-                retiling.heard(sums.tolist()[1:])
+                retiling.apply_totals(sums.tolist()[1:])
 
     def _sum(self, loss: torch.Tensor) -> tuple[torch.Tensor, AbstractRequest]:
-        told = [] if self._retiling is None else self._retiling.told()
+        told = [] if self._retiling is None else self._retiling.local_report()
         sums = torch.tensor([loss.item(), *told], dtype=torch.float64)
         return sums, self.model.comm.iallreduce(sums)
 

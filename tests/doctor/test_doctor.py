@@ -38,7 +38,7 @@ WHOLE = HostFacts(
 
 
 def problems(found: list[Diagnosis]) -> dict[str, str]:
-    return {each.what: each.told for each in found if each.is_problem}
+    return {each.what: each.seen for each in found if each.is_problem}
 
 
 def without(*names: str) -> HostFacts:
@@ -53,7 +53,7 @@ def test_where_all_is_there_nothing_is_to_be_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "what", "told", "advice"),
+    ("facts", "what", "seen", "advice"),
     [
         (replace(WHOLE, shared_bytes=64 << 20), "shared memory", "64 MiB free", "--shm-size"),
         (replace(WHOLE, shared_bytes=None), "shared memory", "no /dev/shm", "tmpfs"),
@@ -62,10 +62,10 @@ def test_where_all_is_there_nothing_is_to_be_done() -> None:
         (without("torch"), "torch", "not installed", "pip install torch"),
     ],
 )
-def test_what_does_not_work_comes_with_what_to_do(facts: HostFacts, what: str, told: str, advice: str) -> None:
+def test_what_does_not_work_comes_with_what_to_do(facts: HostFacts, what: str, seen: str, advice: str) -> None:
     found = diagnosed(facts)
     assert list(problems(found)) == [what]
-    assert told in problems(found)[what]
+    assert seen in problems(found)[what]
     assert advice in steps_to_take(found)[0]
 
 
@@ -82,7 +82,7 @@ def test_versions_that_differ_are_named_with_their_hosts() -> None:
     old = replace(WHOLE, host="old", python="3.12.1", packages={**WHOLE.packages, "torch": "0.9"})
     same = compared({"new": WHOLE, "other": replace(WHOLE, python="3.11.2")}, silent={})
     assert problems(same) == {}
-    assert [each.told for each in same if each.what == "hosts"] == ["4 cores on new, other"]
+    assert [each.seen for each in same if each.what == "hosts"] == ["4 cores on new, other"]
     found = problems(compared({"new": WHOLE, "old": old}, silent={}))
     assert found == {"Python": "3.11 on new; 3.12 on old", "torch": "1.0 on new; 0.9 on old"}
 
@@ -109,7 +109,7 @@ def test_a_host_that_is_silent_comes_with_what_to_do(said: str, advice: str) -> 
 
 def test_connections_are_told_by_what_stands_in_their_way() -> None:
     fine = {("a", "b"): 0.001, ("b", "a"): 0.002}
-    assert [each.told for each in connected(fine)] == ["2 of 2 pairs of hosts reach each other, the slowest in 2 ms"]
+    assert [each.seen for each in connected(fine)] == ["2 of 2 pairs of hosts reach each other, the slowest in 2 ms"]
     shut = connected({**fine, ("a", "c"): "no answer in 3 s", ("b", "c"): "no answer in 3 s", ("c", "a"): 0.001})
     assert problems(shut) == {"connections": "a -> c, b -> c: no answer in 3 s"}
     assert "connect to c" in (shut[0].advice or "")
@@ -178,9 +178,9 @@ def test_a_thing_that_is_installed_and_does_not_work_is_found() -> None:
         tried(WHOLE, trials=[trial(("-c", code))], limit_s=limit_s)[0]
         for code, limit_s in (("print('fine 3')", 800.0), ("raise OSError('no library')", 800.0), ("while 1: pass", 0.0))
     )
-    assert (good.is_problem, good.told) == (False, "works (fine 3)")
-    assert (bad.is_problem, bad.told, bad.advice) == (True, "OSError: no library", "mend it")
-    assert late.told == "no answer in 0 s"
+    assert (good.is_problem, good.seen) == (False, "works (fine 3)")
+    assert (bad.is_problem, bad.seen, bad.advice) == (True, "OSError: no library", "mend it")
+    assert late.seen == "no answer in 0 s"
     assert tried(without("torch"), trials=[trial(())]) == []
 
 
@@ -228,5 +228,5 @@ def test_what_is_here_is_tried() -> None:
 
     (found,) = tried(facts_here(), trials=[trial for trial in TRIALS if trial.needs == "mpi4py"], limit_s=800.0)
     assert not found.is_problem, found
-    assert found.told.startswith("works (sum 3 ")
+    assert found.seen.startswith("works (sum 3 ")
     assert facts_here().program == sys.executable

@@ -32,12 +32,12 @@ def loops(*rates: float) -> list[Steps]:
 
 def test_settings_that_differ_are_named() -> None:
     alike, same, other = loops(0.1, 0.1, 0.2)
-    both = [a + b for a, b in zip(alike.settings_told(), same.settings_told(), strict=True)]
-    alike.settings_heard(both)
-    apart = [a + b for a, b in zip(alike.settings_told(), other.settings_told(), strict=True)]
+    both = [a + b for a, b in zip(alike.local_settings(), same.local_settings(), strict=True)]
+    alike.check_settings(both)
+    apart = [a + b for a, b in zip(alike.local_settings(), other.local_settings(), strict=True)]
     for loop, rate in ((alike, 0.1), (other, 0.2)):
         with pytest.raises(InputError, match=rf"different settings; those of p0 are lr={rate}, .*carry="):
-            loop.settings_heard(apart)
+            loop.check_settings(apart)
 
 
 def test_leaving_where_ranks_do_not_leave_warns() -> None:

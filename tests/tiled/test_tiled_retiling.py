@@ -218,13 +218,13 @@ def test_what_a_loop_waits_for_its_own_sum_is_no_compute_time(world: World) -> N
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(model.local(x)), model.local(y))
             torch.autograd.backward(loss)
-            sums = torch.tensor([loss.item(), *retiling.told()], dtype=torch.float64)
+            sums = torch.tensor([loss.item(), *retiling.local_report()], dtype=torch.float64)
             own.append(float(sums[1 + comm.rank]))
             request = comm.iallreduce(sums)
             if comm.rank == 0:
                 machine.sleep(1.0)
             request.wait()
-            retiling.heard(sums.tolist()[1:])
+            retiling.apply_totals(sums.tolist()[1:])
             assert model.phases.current is IterationPhase.UPDATE
             optimizer.step()
             retiling.step()

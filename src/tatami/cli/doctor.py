@@ -66,7 +66,7 @@ def _show(found: Sequence[Diagnosis], steps: Sequence[str], *, hosts: str | None
     across = max(len(each.what) for each in found)
     for each in found:
         mark, style = ("!!", "bold red") if each.is_problem else ("--", "dim") if each.advice else ("ok", "green")
-        show(Text.assemble((mark, style), f"  {each.what:<{across}}  ", (each.told, "bold" if each.is_problem else "")))
+        show(Text.assemble((mark, style), f"  {each.what:<{across}}  ", (each.seen, "bold" if each.is_problem else "")))
     show("", "What to do:" if steps else "Nothing is missing.")
     for number, step in enumerate(steps, 1):
         show(f"{number:>3}. {step}")
@@ -88,4 +88,4 @@ def _told_load(load: MachineLoad) -> Diagnosis:
     from tatami.doctor import Diagnosis
 
     advice = "measure nothing while other programs run: times, speeds and plans from them would be theirs, too"
-    return Diagnosis(what="load", told=load.sentence(), advice=advice if load.is_busy else None)
+    return Diagnosis(what="load", seen=load.sentence(), advice=advice if load.is_busy else None)

@@ -30,29 +30,29 @@ class Diagnosis:
 
     Attributes:
         what: it is about.
-        told: what was seen.
+        seen: what was seen.
         is_problem: whether something that is meant to work does not; what is only not installed is none.
         advice: what to do; None where nothing needs to be done.
     """
 
     what: str
-    told: str
+    seen: str
     is_problem: bool = False
     advice: str | None = None
 
 
 def diagnosed(facts: HostFacts) -> list[Diagnosis]:
     """What one host has and lacks."""
-    found = [Diagnosis(what="Python", told=f"{facts.python}, Tatami {facts.packages['tatami']}")]
+    found = [Diagnosis(what="Python", seen=f"{facts.python}, Tatami {facts.packages['tatami']}")]
     for name, extra in PACKAGES.items():
         if name in facts.packages:
-            found.append(Diagnosis(what=name, told=facts.packages[name]))
+            found.append(Diagnosis(what=name, seen=facts.packages[name]))
         elif extra:
             install = "see docs/rehearsal.md: it is built from source" if extra == "sim" else pip_command(extra)
-            found.append(Diagnosis(what=name, told="not installed", advice=f"{_USES[extra]}: {install}"))
+            found.append(Diagnosis(what=name, seen="not installed", advice=f"{_USES[extra]}: {install}"))
         else:
             advice = f"without it nothing is trained: pip install {name}"
-            found.append(Diagnosis(what=name, told="not installed", is_problem=True, advice=advice))
+            found.append(Diagnosis(what=name, seen="not installed", is_problem=True, advice=advice))
     return [*found, _cores(facts), _shared(facts), _name(facts), _gpus(facts)]
 
 
@@ -69,35 +69,35 @@ _USES = {
 
 
 def _cores(facts: HostFacts) -> Diagnosis:
-    told = f"{facts.usable_cores} usable"
+    seen = f"{facts.usable_cores} usable"
     if facts.quota is not None and facts.quota < facts.cores:
-        told += f" (of {facts.cores}: the container may use {facts.quota:g})"
+        seen += f" (of {facts.cores}: the container may use {facts.quota:g})"
         if facts.usable_cores < facts.cores:
             advice = f"set TATAMI_THREADS: ranks count {facts.cores} cores, and the container may use {facts.quota:g}"
-            return Diagnosis(what="cores", told=told, is_problem=True, advice=advice)
-    return Diagnosis(what="cores", told=told)
+            return Diagnosis(what="cores", seen=seen, is_problem=True, advice=advice)
+    return Diagnosis(what="cores", seen=seen)
 
 
 def _shared(facts: HostFacts) -> Diagnosis:
     if facts.shared_bytes is None:
         advice = "mount a tmpfs at /dev/shm; the ranks of one host exchange gradients there"
-        return Diagnosis(what="shared memory", told="no /dev/shm", is_problem=True, advice=advice)
-    told = f"{format_size(facts.shared_bytes, digits=3)} free in /dev/shm"
+        return Diagnosis(what="shared memory", seen="no /dev/shm", is_problem=True, advice=advice)
+    seen = f"{format_size(facts.shared_bytes, digits=3)} free in /dev/shm"
     if facts.shared_bytes < SHARED_BYTES:
         advice = "make /dev/shm larger, in a container by --shm-size=2g: ranks of one host keep their gradients there"
-        return Diagnosis(what="shared memory", told=told, is_problem=True, advice=advice)
-    return Diagnosis(what="shared memory", told=f"{told}, {format_size(facts.memory_bytes, digits=3)} of memory in all")
+        return Diagnosis(what="shared memory", seen=seen, is_problem=True, advice=advice)
+    return Diagnosis(what="shared memory", seen=f"{seen}, {format_size(facts.memory_bytes, digits=3)} of memory in all")
 
 
 def _name(facts: HostFacts) -> Diagnosis:
     if facts.address:
-        return Diagnosis(what="host name", told=f"{facts.host} is {facts.address}")
+        return Diagnosis(what="host name", seen=f"{facts.host} is {facts.address}")
     advice = f"give {facts.host} an entry in /etc/hosts: MPI and Ray look their own machine up by its name"
-    return Diagnosis(what="host name", told=f"{facts.host} has no address", is_problem=True, advice=advice)
+    return Diagnosis(what="host name", seen=f"{facts.host} has no address", is_problem=True, advice=advice)
 
 
 def _gpus(facts: HostFacts) -> Diagnosis:
-    return Diagnosis(what="CUDA", told=f"{facts.gpus} GPU{'s' if facts.gpus > 1 else ''}" if facts.gpus else "no GPU here")
+    return Diagnosis(what="CUDA", seen=f"{facts.gpus} GPU{'s' if facts.gpus > 1 else ''}" if facts.gpus else "no GPU here")
 
 
 def compared(facts: Mapping[str, HostFacts], *, silent: Mapping[str, str]) -> list[Diagnosis]:
@@ -108,7 +108,7 @@ def compared(facts: Mapping[str, HostFacts], *, silent: Mapping[str, str]) -> li
         silent: what was said of the others.
     """
     found = [
-        Diagnosis(what=host, told=said, is_problem=True, advice=_reason(host, said)) for host, said in sorted(silent.items())
+        Diagnosis(what=host, seen=said, is_problem=True, advice=_reason(host, said)) for host, said in sorted(silent.items())
     ]
     if len(facts) < 2:
         return found
@@ -117,12 +117,12 @@ def compared(facts: Mapping[str, HostFacts], *, silent: Mapping[str, str]) -> li
     for name, by_host in values.items():
         if len(set(by_host.values())) > 1:
             advice = f"install one version of {name} on all hosts: their ranks exchange what that version writes"
-            found.append(Diagnosis(what=name, told=_grouped(by_host), is_problem=True, advice=advice))
+            found.append(Diagnosis(what=name, seen=_grouped(by_host), is_problem=True, advice=advice))
     if not any(diagnosis.is_problem for diagnosis in found):
-        told = f"the same on {len(facts)} hosts: {', '.join(name for name in values if set(values[name].values()) != {'none'})}"
-        found.append(Diagnosis(what="versions", told=told))
+        seen = f"the same on {len(facts)} hosts: {', '.join(name for name in values if set(values[name].values()) != {'none'})}"
+        found.append(Diagnosis(what="versions", seen=seen))
     cores = {host: f"{each.usable_cores} cores" for host, each in facts.items()}
-    return [*found, Diagnosis(what="hosts", told=_grouped(cores))]
+    return [*found, Diagnosis(what="hosts", seen=_grouped(cores))]
 
 
 def connected(reached: Mapping[tuple[str, str], float | str]) -> list[Diagnosis]:
@@ -145,12 +145,12 @@ def connected(reached: Mapping[tuple[str, str], float | str]) -> list[Diagnosis]
                 f"let the other hosts of this list connect to {', '.join(targets)} on all ports, which MPI and Ray choose from "
                 "(ufw allow from ADDRESS, for each of them), or see whether their addresses are those of one network"
             )
-        found.append(Diagnosis(what="connections", told=f"{_few(pairs)}: {said}", is_problem=True, advice=advice))
+        found.append(Diagnosis(what="connections", seen=f"{_few(pairs)}: {said}", is_problem=True, advice=advice))
     times = [said for said in reached.values() if not isinstance(said, str)]
     if times:
         slowest = format_duration(max(times), digits=2)
-        told = f"{len(times)} of {len(reached)} pairs of hosts reach each other, the slowest in {slowest}"
-        found.append(Diagnosis(what="connections", told=told))
+        seen = f"{len(times)} of {len(reached)} pairs of hosts reach each other, the slowest in {slowest}"
+        found.append(Diagnosis(what="connections", seen=seen))
     return found
 
 

@@ -63,11 +63,11 @@ def examine(hosts: Sequence[str], *, patience_s: float = PATIENCE_S, connect_s: 
     with ThreadPoolExecutor(max_workers=len(names)) as pool:
         agents = list(pool.map(lambda name: _Agent(name, here=name in local, patience_s=patience_s), names))
         try:
-            told = {agent.name: answer for agent, answer in zip(agents, pool.map(_Agent.answer, agents), strict=True)}
-            facts = {name: _facts(answer) for name, answer in told.items() if answer is not None}
+            seen = {agent.name: answer for agent, answer in zip(agents, pool.map(_Agent.answer, agents), strict=True)}
+            facts = {name: _facts(answer) for name, answer in seen.items() if answer is not None}
             silent = {agent.name: agent.last_words() for agent in agents if agent.name not in facts}
             silent |= dict.fromkeys((name for name in facts if facts[name] is None), "Tatami is there in another version")
-            there = {name: told[name] for name, known in facts.items() if known is not None}
+            there = {name: seen[name] for name, known in facts.items() if known is not None}
             others = {name: [other for other in there if other != name] for name in there}
             living = [agent for agent in agents if agent.name in there]
 

@@ -90,10 +90,10 @@ def _try(trial: Trial, *, limit_s: float) -> Diagnosis:
             [sys.executable, *trial.words], capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Diagnosis(what=trial.what, told=f"no answer in {limit_s:g} s", is_problem=True, advice=trial.advice)
+        return Diagnosis(what=trial.what, seen=f"no answer in {limit_s:g} s", is_problem=True, advice=trial.advice)
     for line in done.stdout.splitlines():
         if line.startswith(trial.expects):
-            return Diagnosis(what=trial.what, told=f"works ({line})")
+            return Diagnosis(what=trial.what, seen=f"works ({line})")
     said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    told = shortened(said[-1]) if said else f"ended with exit code {done.returncode}"
-    return Diagnosis(what=trial.what, told=told, is_problem=True, advice=trial.advice)
+    seen = shortened(said[-1]) if said else f"ended with exit code {done.returncode}"
+    return Diagnosis(what=trial.what, seen=seen, is_problem=True, advice=trial.advice)

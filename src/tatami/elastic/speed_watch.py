@@ -52,11 +52,11 @@ class SpeedWatch:
         """The tiles lie as was decided, and that took this rank so long."""
         self._times.moved(took_s)
 
-    def told(self) -> list[float]:
-        """See `OwnTimes.told`; `heard` wants its sum over all ranks."""
-        return self._times.told(self._watcher, iteration=self._steps)
+    def local_report(self) -> list[float]:
+        """See `OwnTimes.local_report`; `apply_totals` wants its sum over all ranks."""
+        return self._times.local_report(self._watcher, iteration=self._steps)
 
-    def heard(self, summed: list[float]) -> Decision | StagedDecision | None:
+    def apply_totals(self, summed: list[float]) -> Decision | StagedDecision | None:
         """What is to be done after one more step; None: nothing."""
         num_ranks = len(self.names)
         self._steps += 1

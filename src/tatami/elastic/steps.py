@@ -219,16 +219,16 @@ class Steps:
         model.phases.finish_iteration()
         self._put_back()
 
-    def settings_told(self) -> list[float]:
-        """Numbers by which `settings_heard` checks that all optimizers have the same settings: 1, a checksum, its square."""
+    def local_settings(self) -> list[float]:
+        """Numbers by which `check_settings` checks that all optimizers have the same settings: 1, a checksum, its square."""
         number = zlib.crc32(repr(self._settings()).encode()) % _SETTINGS
         return [1.0, float(number), float(number**2)]
 
-    def settings_heard(self, summed: Sequence[float]) -> None:
+    def check_settings(self, summed: Sequence[float]) -> None:
         """Hold them against each other.
 
         Args:
-            summed: (3,), what `settings_told` gave, over all ranks.
+            summed: (3,), what `local_settings` gave, over all ranks.
 
         Raises:
             InputError: ranks have different ones.
@@ -251,17 +251,17 @@ class Steps:
             for group in self.optimizer.param_groups
         ]
 
-    def told(self) -> list[float]:
-        """What travels with the sums of a step; `heard` is given its sum over all ranks."""
-        return [] if self._speeds is None else self._speeds.told()
+    def local_report(self) -> list[float]:
+        """What travels with the sums of a step; `apply_totals` is given its sum over all ranks."""
+        return [] if self._speeds is None else self._speeds.local_report()
 
-    def heard(self, summed: list[float]) -> None:
+    def apply_totals(self, summed: list[float]) -> None:
         """Ask for other tiles where they would be faster, by `summed`.
 
         A rank that is best left out has no tile then, looks now and then how fast it is, and gets one again when that pays; one
         that is too slow for that asks to leave.
         """
-        decision = None if self._speeds is None else self._speeds.heard(summed)
+        decision = None if self._speeds is None else self._speeds.apply_totals(summed)
         if decision is None or self.session is None:
             return
         speeds, before, after = decision.speeds, set(self.model.whole_layout.processors), set(decision.layout.processors)
@@ -347,7 +347,7 @@ class RepairedStep:
         self._num_sums = len(sums)
         with model.phases.during(IterationPhase.GRADIENTS):
             if session is not None:
-                told = torch.tensor([*self._steps.settings_told(), *self._steps.told()], dtype=torch.float64)
+                told = torch.tensor([*self._steps.local_settings(), *self._steps.local_report()], dtype=torch.float64)
                 session.pass_point(torch.cat([sums.to(torch.float64), told]))
             else:
                 model.comm.allreduce(sums)
@@ -358,7 +358,7 @@ class RepairedStep:
         steps, session = self._steps, self._steps.session
         if session is not None:
             session.at(Moment.BEFORE_UPDATE)
-            steps.settings_heard(outcome[self._num_sums : self._num_sums + 3])
+            steps.check_settings(outcome[self._num_sums : self._num_sums + 3])
         steps.model.phases.enter(IterationPhase.UPDATE)
         own, rest = outcome[: self._num_sums], outcome[self._num_sums + 3 :]
         self._apply(own)
@@ -368,7 +368,7 @@ class RepairedStep:
         steps.number += 1
         self.loss = outcome[0]
         self.is_done = True
-        steps.heard(rest)
+        steps.apply_totals(rest)
         if session is not None:
             session.at(Moment.AFTER_UPDATE)
 

@@ -31,7 +31,7 @@ class OwnTimes:
         """A re-tiling took this rank so long, and is done: what it computed until now does not count."""
         self._moved_s, self._computed_s = took_s, self._model.phases.computed_s
 
-    def told(self, watcher: Watcher | StagedWatcher, *, iteration: int) -> list[float]:
+    def local_report(self, watcher: Watcher | StagedWatcher, *, iteration: int) -> list[float]:
         """This rank's part of a table that all ranks sum: for each rank two numbers, of which others have 0.
 
         They are its compute time since the last call, per work or, with stages, per predicted second; and how long the last

@@ -108,24 +108,24 @@ class Retiling:
         if self.watcher is not None:
             self.watcher.planned = self._planned
         self._times = OwnTimes(model)
-        self._heard: list[float] | None = None
+        self._totals: list[float] | None = None
         self._window: list[Timing] = []
         self.iteration = 0
         self.checks: list[Check] = []
 
-    def told(self) -> list[float]:
-        """This rank's part of what `heard` wants the sum of over all ranks: what `OwnTimes.told` says.
+    def local_report(self) -> list[float]:
+        """This rank's part of what `apply_totals` wants the sum of over all ranks: what `OwnTimes.local_report` says.
 
         Behind it is a number for each message that is watched: the receiver adds when it came, and the sender takes off when it
         left. None where the rule gathers by itself.
 
-        After the backward pass the iteration waits from here on until `heard`: what passes is no compute time.
+        After the backward pass the iteration waits from here on until `apply_totals`: what passes is no compute time.
         """
         if self.watcher is None:
             return []
         if self._model.phases.current is IterationPhase.UPDATE:
             self._model.phases.enter(IterationPhase.GRADIENTS)
-        own = self._times.told(self.watcher, iteration=self.iteration)
+        own = self._times.local_report(self.watcher, iteration=self.iteration)
         messages = self.watcher.links.messages if isinstance(self.watcher, Watcher) else ()
         return own + [self._late_s(message) for message in messages]
 
@@ -135,10 +135,10 @@ class Retiling:
             return -times.sent_s.get(message.dest, 0.0)
         return times.arrived_s.get(message.source, 0.0) if rank == message.dest else 0.0
 
-    def heard(self, summed: Sequence[float]) -> None:
-        """Take `summed`: what `told` gives, summed over all ranks."""
+    def apply_totals(self, summed: Sequence[float]) -> None:
+        """Take `summed`: what `local_report` gives, summed over all ranks."""
         if self.watcher is not None:
-            self._heard = list(summed)
+            self._totals = list(summed)
             self._model.link_times.begin()
             if self._model.phases.current is IterationPhase.GRADIENTS:
                 self._model.phases.enter(IterationPhase.UPDATE)
@@ -179,14 +179,14 @@ class Retiling:
         self, watcher: Watcher | StagedWatcher, *, companions: Mapping[torch.Tensor, torch.Tensor] | None
     ) -> Check | None:
         comm = self._model.comm
-        if self._heard is None:
-            table = torch.tensor(self.told(), dtype=torch.float64, device="cpu")
+        if self._totals is None:
+            table = torch.tensor(self.local_report(), dtype=torch.float64, device="cpu")
             comm.allreduce(table)
-            self.heard(table.tolist())
-        assert self._heard is not None
-        per_work_s, took_s = self._heard[: comm.size], self._heard[comm.size : 2 * comm.size]
-        late_s = self._heard[2 * comm.size :]
-        self._heard = None
+            self.apply_totals(table.tolist())
+        assert self._totals is not None
+        per_work_s, took_s = self._totals[: comm.size], self._totals[comm.size : 2 * comm.size]
+        late_s = self._totals[2 * comm.size :]
+        self._totals = None
         if any(took_s):
             watcher.moved(max(took_s))
         works = watcher.works

@@ -74,9 +74,9 @@ class _Report:
     """What the ranks tell each other of a batch, while they compute its backward pass or, if they are watched, after it.
 
     Attributes:
-        numbers: told by this rank, and once they are there their sums over the ranks: the loss; how many have a loss that is
+        numbers: of this rank, and once they are there their sums over the ranks: the loss; how many have a loss that is
             not finite; for how many the epoch ends; how many samples' worth of targets were left out; the signals; and what
-            `Retiling.told` says.
+            `Retiling.local_report` says.
         sums: the same on their way; None where the rank is alone.
         request: of the sums under way; None where there are none.
         value: the loss here.
@@ -265,14 +265,14 @@ class Updates:
         finite = math.isfinite(share)
         value = share / max(1, model.local_span_size[0]) if model.reduction == "mean" else share
         share, missing = (share if finite else 0.0, left_out) if model.speaks_for_replica else (0.0, 0.0)
-        told = [share, float(not finite), float(batch.is_last), missing, *map(float, signals.values())]
+        numbers = [share, float(not finite), float(batch.is_last), missing, *map(float, signals.values())]
         if self.retiling is not None:
-            told += self.retiling.told()
+            numbers += self.retiling.local_report()
         size = model.comm.size
-        sums = torch.tensor(told, dtype=torch.float64, device="cpu") if size > 1 or not is_sent else None
+        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu") if size > 1 or not is_sent else None
         request = model.comm.iallreduce(sums) if sums is not None and is_sent else None
         names = tuple(signals)
-        return _Report(numbers=told, sums=sums, request=request, value=value, signals=names, size=size, samples=batch.size)
+        return _Report(numbers=numbers, sums=sums, request=request, value=value, signals=names, size=size, samples=batch.size)
 
     def _end_batch(
         self, report: _Report, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int
@@ -286,7 +286,7 @@ class Updates:
         loss, num_bad, _, _, *rest = report.numbers
         given = dict(zip(report.signals, map(int, rest), strict=False))
         if self.retiling is not None:
-            self.retiling.heard(rest[len(given) :])
+            self.retiling.apply_totals(rest[len(given) :])
         if num_bad or report.counted == 0:
             self._rescue(report.value if num_bad else math.nan, iteration)  # a mean over no target is NaN
         if report.tells_of_error:
