@@ -39,22 +39,23 @@ def bench_train(
     ranks: Annotated[
         list[int] | None,
         typer.Option(
-            "-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many; may be given again. Default: 1, then 2."
+            "-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Number of ranks; may be given again. Default: 1, then 2."
         ),
     ] = None,
     net: Annotated[
-        list[str] | None, typer.Option(metavar="SIZES", help="May be given again. Default: 203-80-26, then 203-800-26.")
+        list[str] | None,
+        typer.Option(metavar="SIZES", help="Layer sizes; may be given again. Default: 203-80-26, then 203-800-26."),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="gpt, mlp or cnn, as tatami train has them, beside --net or in its place."),
+        typer.Option(metavar="NAME", help="gpt, mlp or cnn, as in tatami train, in addition to --net or instead of it."),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The global batch. Default: 4096; gpt 16, cnn 64.")
+        int | None, typer.Option(min=1, metavar="N", help="Size of the global batch. Default: 4096; gpt 16, cnn 64.")
     ] = None,
     rounds: Rounds = 7,
     seconds: Annotated[
-        float, typer.Option(callback=finite, min=0.001, metavar="S", help="About how long one timing takes.")
+        float, typer.Option(callback=finite, min=0.001, metavar="S", help="Approximate length of a timing.")
     ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement.")] = False,
 ) -> None:

@@ -37,7 +37,8 @@ class BenchAllReduceJob:
         typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 1 KiB to 256 MiB, each 4 times the last."),
     ] = None
     algorithms: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Only these; 'mpi' and 'gloo' are the rivals. Default: all.")
+        str | None,
+        typer.Option(metavar="A,B,...", help="Algorithms to measure; 'mpi' and 'gloo' are the rivals. Default: all."),
     ] = None
     tune: Annotated[bool, typer.Option("--tune", help='Keep the times: algorithm="auto" picks by them from then on.')] = False
     rounds: Rounds = 7

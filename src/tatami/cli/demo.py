@@ -37,10 +37,10 @@ TOLERANCE = 1e-3
 
 def demo(
     *,
-    speeds: Annotated[str, typer.Option(metavar="1,1,0.5", help="Of the ranks, relative.")] = "1,1,0.5,0.25",
+    speeds: Annotated[str, typer.Option(metavar="1,1,0.5", help="Relative speeds of the ranks.")] = "1,1,0.5,0.25",
     net: Annotated[str, typer.Option(metavar="SIZES", help="The network, for digits: 64-...-10.")] = "64-800-10",
-    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Of each of the three runs.")] = 100,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures go, if matplotlib is installed.")] = Path("demo"),
+    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Number of iterations of each of the three runs.")] = 100,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for pictures, if matplotlib is installed.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each run.")] = False,
 ) -> None:
     """Watch one network train over ranks of unequal speed, in about a minute.

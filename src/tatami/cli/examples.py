@@ -18,9 +18,9 @@ EPILOG = epilog("tatami examples", "tatami run -n 4 tatami-examples/ten_lines.py
 
 
 def examples(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where they go.")] = Path("tatami-examples"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the examples.")] = Path("tatami-examples"),
     *,
-    only_list: Annotated[bool, typer.Option("--list", help="Only say which there are.")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="List the examples and copy nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
 ) -> None:
     """Copy the examples into a folder, to be run and changed: one file each, started as its first lines say."""

@@ -42,7 +42,7 @@ lab = typer.Typer(
 )
 
 _CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and the links between them.")
-_CORES = optional(callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.")
+_CORES = optional(callback=finite, help="Number of cores of this machine to use, as 1.5; all if left out.")
 
 _BASE_MEMORY = optional(
     metavar="SIZE",
@@ -53,7 +53,7 @@ _PACED = typer.Option(
     help="Hosts compute at this machine's full speed, then wait as long as theirs (in flop/s) would take: steadier times.",
 )
 _BALANCE = optional(callback=finite, help="Flop that a paced host does while it moves a byte (default 8).")
-_DILATE = optional(callback=finite, help="How many times as long all takes in a paced lab, computing and links.")
+_DILATE = optional(callback=finite, help="Factor by which a paced lab slows both computing and links.")
 
 
 class _WithEvents(TyperCommand):
@@ -76,10 +76,10 @@ class _WithEvents(TyperCommand):
 @lab.command(cls=_WithEvents, epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": True})
 def run(
     cluster: Annotated[Path, _CLUSTER],
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command that every rank runs.")],
     *,
     at: Annotated[
-        list[str] | None, optional(metavar="EVENT", help="What happens meanwhile, as 20s kill h3; may be given again.")
+        list[str] | None, optional(metavar="EVENT", help="An event during the run, as 20s kill h3; may be given again.")
     ] = None,
     cores: Annotated[float | None, _CORES] = None,
     base_memory: Annotated[str | None, _BASE_MEMORY] = None,
@@ -116,10 +116,10 @@ def run(
 
 @lab.command(epilog=SHELL_EPILOG)
 def shell(
-    host: Annotated[str, typer.Argument(metavar="HOST", help="The host to be on.")],
+    host: Annotated[str, typer.Argument(metavar="HOST", help="The host to run the shell on.")],
     *,
     cluster: Annotated[Path | None, optional(metavar="CLUSTER.TOML", help="Build a lab for this shell.")] = None,
-    name: Annotated[str | None, optional("--lab", help="Which lab, where several have such a host.")] = None,
+    name: Annotated[str | None, optional("--lab", help="Name of the lab, if several have such a host.")] = None,
     cores: Annotated[float | None, _CORES] = None,
 ) -> None:
     """Open a shell on a host of a lab, under the quota of the host's first processor."""

@@ -20,15 +20,15 @@ class NetworkOptions:
     """A network and its batch; the options say what each field is."""
 
     net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024
-    wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
-    model: Annotated[str | None, _gpt(metavar="gpt", help="A model, for --net.", show_default=False)] = None
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; sequences for a GPT.")] = 1024
+    wire: Annotated[str | None, optional(metavar="NAME", help="Send sums as bfloat16 or float16.")] = None
+    model: Annotated[str | None, _gpt(metavar="gpt", help="A model, in place of --net.", show_default=False)] = None
     layers: Annotated[int, _gpt(min=1)] = 12
-    width: Annotated[int, _gpt(min=1, help="Of a token's vector.")] = 768
+    width: Annotated[int, _gpt(min=1, help="Embedding width.")] = 768
     heads: Annotated[int, _gpt(min=1)] = 12
-    kv_heads: Annotated[int | None, _gpt(min=1, help="Of keys and values, where fewer.", show_default=False)] = None
-    tokens: Annotated[int, _gpt(min=1, help="Of a sequence.")] = 1024
-    vocabulary: Annotated[int, _gpt(min=1, help="Tokens there are.")] = VOCABULARY
+    kv_heads: Annotated[int | None, _gpt(min=1, help="Key/value heads, if fewer.", show_default=False)] = None
+    tokens: Annotated[int, _gpt(min=1, help="Sequence length in tokens.")] = 1024
+    vocabulary: Annotated[int, _gpt(min=1, help="Size of the vocabulary.")] = VOCABULARY
 
     def workload(self, *, samples: int | None = None) -> Workload:
         """The network, with so many samples in place of those of the options.

@@ -60,11 +60,11 @@ optional = partial(typer.Option, show_default=False)
 """An option whose help says by itself what it is where it is left out."""
 
 Ranks = Annotated[
-    int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")
+    int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Number of ranks.", show_default="2")
 ]
 Hosts = Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")]
-Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")]
-Seconds = Annotated[float, typer.Option(callback=finite, min=0.0001, metavar="S", help="About how long one timing takes.")]
+Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Number of timings, whose median is reported.")]
+Seconds = Annotated[float, typer.Option(callback=finite, min=0.0001, metavar="S", help="Approximate length of a timing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")]
 
 

@@ -43,24 +43,24 @@ class PlanJob(NetworkOptions):
         str | None, typer.Option(help="Relative speeds, one for each rank, without a file or in place of the file's.")
     ] = None
     planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Only these planners; may be given again.")] = None
-    stages: Annotated[int | None, optional(min=1, help="So many pipeline stages; 1: none.")] = None
-    micro_batches: Annotated[int | None, optional(min=1, help="In which every replica computes its samples.")] = None
+    stages: Annotated[int | None, optional(min=1, help="Number of pipeline stages; 1: none.")] = None
+    micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches of every replica.")] = None
     vary: Annotated[
         list[str] | None,
         _what_if(metavar="PATH=A,B,...", help="network.bandwidth, processors.NAME.link, ... or samples; may be given again."),
     ] = None
     add: Annotated[
         list[str] | None,
-        _what_if(metavar="speed=...,memory=...", help="A machine more, as in a cluster file; may be given again."),
+        _what_if(metavar="speed=...,memory=...", help="Add a machine, as in a cluster file; may be given again."),
     ] = None
     leave_out: Annotated[
-        list[str] | None, _what_if("--without", metavar="NAME,...", help="These machines less; may be given again.")
+        list[str] | None, _what_if("--without", metavar="NAME,...", help="Leave out these machines; may be given again.")
     ] = None
     plot: Annotated[
         Path | None, optional(help="Draw the best tiling, or what the changes bring, into this file (.png, .pdf, .svg).")
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
-    everything: Annotated[bool, typer.Option("--all", help="Also the plans of all other planners.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Show the plans of all other planners, too.")] = False
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON list: a record for each planner and for one machine alone.")
     ] = False

@@ -41,7 +41,7 @@ def probe(
         Path | None,
         typer.Option(metavar="FILE", help="A Python file with build_model() and sample: that network is timed, not --net."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a batch.")] = 1024,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write this cluster.toml.")] = None,
     backend: Annotated[

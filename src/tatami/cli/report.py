@@ -22,7 +22,7 @@ EPILOG = epilog(
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN.jsonl...", help="What --log or Trainer(records=...) wrote, and run --elastic --report."),
+        typer.Argument(metavar="RUN.jsonl...", help="Logs of --log or Trainer(records=...), reports of --elastic."),
     ],
     *,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page (.html).")],

@@ -29,8 +29,8 @@ EPILOG = epilog(
 class RunJob:
     """What `tatami run` can be asked for; the options say what each field is."""
 
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="What every rank runs.")]
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="How many ranks.")] = 2
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="Script that every rank runs.")]
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="Number of ranks.")] = 2
     hosts: Annotated[str | None, optional(help="Machines to start on, as node1:4,node2:4; this one if left out.")] = None
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, show_default="the script's choice")
@@ -41,8 +41,8 @@ class RunJob:
             "--elastic", help="Ranks on Ray; where one dies, the others go on. For a Trainer, or loops by tatami.steps."
         ),
     ] = False
-    address: Annotated[str | None, optional(help="With --elastic: of a Ray cluster; left out, Ray is started here.")] = None
-    copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2
+    address: Annotated[str | None, optional(help="With --elastic: a Ray cluster; if left out, Ray is started here.")] = None
+    copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit.")] = 2
     retile: Annotated[
         bool, typer.Option("--retile", help="With --elastic: tiles follow the ranks' speeds; one that is too slow waits.")
     ] = False

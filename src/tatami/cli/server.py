@@ -81,7 +81,7 @@ def resume(job: ServerResumeJob) -> None:
 
 @server.command(name="report")
 def show_report(
-    run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="What `tatami server train --report` kept.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="Report of `tatami server train`.")],
     *,
     plot: Annotated[Path | None, optional(help="Draw the timeline (.png, .pdf or .svg).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,

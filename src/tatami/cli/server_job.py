@@ -47,11 +47,11 @@ class Optimizer(StrEnum):
 class ServerOutputs:
     """Where a run takes place and what it leaves behind: the options that `train` and `resume` share."""
 
-    address: Annotated[str | None, optional(help="Of a Ray cluster; this machine if left out.")] = None
-    report: Annotated[Path | None, optional(help="Keep what happened in this file, however the run ends.")] = None
-    log: Annotated[Path | None, optional(help="A JSON line for each round and failure.")] = None
-    tensorboard: Annotated[Path | None, optional(metavar="DIR", help="Curves for TensorBoard.")] = None
-    output: Annotated[Path | None, optional(help="Keep the weights (safetensors).")] = None
+    address: Annotated[str | None, optional(help="Address of a Ray cluster; this machine if left out.")] = None
+    report: Annotated[Path | None, optional(help="Write a report, however the run ends.")] = None
+    log: Annotated[Path | None, optional(help="Write a JSON line for each round and failure.")] = None
+    tensorboard: Annotated[Path | None, optional(metavar="DIR", help="Write curves for TensorBoard.")] = None
+    output: Annotated[Path | None, optional(help="Write the weights (safetensors).")] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite these files.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False
 
@@ -61,27 +61,27 @@ class ServerTrainJob(ServerOutputs):
     """A run as `tatami server train` is asked for it; the options say what each field is."""
 
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.PY", help="Defines model_fn, loss_fn and dataset.")]
-    rounds: Annotated[int, typer.Option(min=1, help="Each on one batch, which the workers divide.")] = 100
-    workers: Annotated[int, typer.Option(min=1, help="Processes that compute.")] = 4
-    servers: Annotated[int, typer.Option(min=1, help="Processes that hold the parameters.")] = 2
-    spares: Annotated[int, typer.Option(min=0, help="Processes that stand by.")] = 1
-    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1
-    min_workers: Annotated[int, typer.Option(min=1, help="With fewer the run stops.")] = 1
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a round.")] = 256
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds, each of one batch.")] = 100
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 4
+    servers: Annotated[int, typer.Option(min=1, help="Number of servers.")] = 2
+    spares: Annotated[int, typer.Option(min=0, help="Number of spare processes.")] = 1
+    replicas: Annotated[int, typer.Option(min=1, help="Number of servers that hold each parameter.")] = 1
+    min_workers: Annotated[int, typer.Option(min=1, help="Least number of workers; with fewer the run stops.")] = 1
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of samples of a round.")] = 256
     cluster: Annotated[Path | None, optional(metavar="CLUSTER.TOML", help="Speeds of the workers, for unequal shares.")] = None
-    optimizer: Annotated[Optimizer, typer.Option(help="Runs on the servers.")] = Optimizer.SGD
+    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer, which runs on the servers.")] = Optimizer.SGD
     lr: Annotated[float | None, optional(callback=finite, help="Learning rate; 0.1 for SGD, 0.001 for Adam.")] = None
-    momentum: Annotated[float, typer.Option(callback=finite, help="Of SGD.")] = 0.0
-    clip_norm: Annotated[float | None, optional(callback=finite, help="The longest gradient.")] = None
-    recovery: Annotated[Recovery, typer.Option(help="What is done about a dead worker.")] = Recovery.FROM_SERVERS
+    momentum: Annotated[float, typer.Option(callback=finite, help="SGD momentum.")] = 0.0
+    clip_norm: Annotated[float | None, optional(callback=finite, help="Clip gradients to this norm.")] = None
+    recovery: Annotated[Recovery, typer.Option(help="Recovery from a worker's death.")] = Recovery.FROM_SERVERS
     every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints, for --recovery checkpoint.")] = "1"
-    consistency: Annotated[Consistency, typer.Option(help="How far workers may drift apart.")] = Consistency.BSP
+    consistency: Annotated[Consistency, typer.Option(help="Consistency model of the workers.")] = Consistency.BSP
     staleness: Annotated[int, typer.Option(min=0, help="Rounds ahead of the slowest, for ssp.")] = 1
     backups: Annotated[int, typer.Option(min=1, help="Updates of a round that are not waited for, for backup.")] = 1
     heartbeat: Annotated[float, typer.Option(callback=finite, help="Seconds of silence after which a process is dead.")] = 2.0
-    directory: Annotated[Path | None, optional(help="Where checkpoints go.")] = None
+    directory: Annotated[Path | None, optional(help="Folder for checkpoints.")] = None
     save_every: Annotated[int | None, optional(min=1, help="Rounds between checkpoints to resume from.")] = None
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first parameters and of the batches.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for parameters and batches.")] = 0
 
     def settings(self) -> RunSettings:
         """What the library is told.
@@ -151,6 +151,6 @@ def recovery_of(name: Recovery, *, every: str) -> AbstractRecovery:
 class ServerResumeJob(ServerOutputs):
     """A run that goes on, as `tatami server resume` is asked for it."""
 
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What `tatami server train --directory` was given.")]
-    rounds: Annotated[int | None, typer.Option(min=1, help="Of the whole run; as it began if left out.")] = None
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="The --directory of `tatami server train`.")]
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds of the whole run; unchanged if left out.")] = None
     script: Annotated[Path | None, optional(help="Defines model_fn, loss_fn and dataset, if the script has moved.")] = None

@@ -39,9 +39,9 @@ def platform(
         Path | None, typer.Argument(metavar="FILE", help="A cluster.toml, groups, or SimGrid's XML.", show_default=False)
     ] = None,
     *,
-    preset: Annotated[str | None, optional(help="Machines by name, in place of a file.")] = None,
-    nodes: Annotated[int | None, optional(min=1, help="Nodes of the preset.")] = None,
-    latency: Annotated[str | None, optional(help="Of one cable of the preset.")] = None,
+    preset: Annotated[str | None, optional(help="Platform by name, in place of a file.")] = None,
+    nodes: Annotated[int | None, optional(min=1, help="Number of nodes of the preset.")] = None,
+    latency: Annotated[str | None, optional(help="Latency of one cable of the preset.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what is understood of a platform: machines, links and backbones."""

@@ -45,19 +45,19 @@ _OF_SOFTWARE = {"message": "message_s", "put": "put_s", "sum": "sum_bytes_per_s"
 class SimulateAllReduceJob:
     """What `tatami simulate allreduce` can be asked for; the options say what each field is."""
 
-    preset: Annotated[str | None, optional(help="Machines by name.")] = None
+    preset: Annotated[str | None, optional(help="Platform by name.")] = None
     platform: PlatformFile = None
-    nodes: Annotated[int | None, optional(min=1, help="Nodes of the preset.")] = None
-    latency: Annotated[str | None, optional(help="Of one cable of the preset.")] = None
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="One on each host.")] = None
-    sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Of each rank's vector of float32.")] = "102 MB"
-    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Of those of tatami bench allreduce.")] = "native,torus_put"
+    nodes: Annotated[int | None, optional(min=1, help="Number of nodes of the preset.")] = None
+    latency: Annotated[str | None, optional(help="Latency of one cable of the preset.")] = None
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Ranks, one on each host.")] = None
+    sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Sizes of each rank's vector of float32.")] = "102 MB"
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="As in tatami bench allreduce.")] = "native,torus_put"
     grids: Annotated[
         str | None, typer.Option(metavar="all|2x128,...", help="M x N of the tori.", show_default="as the library chooses")
     ] = None
     across: Annotated[str, typer.Option(help="The all-reduce down the columns of tori.")] = "ring"
-    sync: Annotated[Sync, typer.Option(help="Of puts: fence, pscw or lock.")] = Sync.PSCW
-    native: Annotated[str, typer.Option(help="What a native collective is: mpich, optimal, ring or whole.")] = "mpich"
+    sync: Annotated[Sync, typer.Option(help="How puts synchronize: fence, pscw or lock.")] = Sync.PSCW
+    native: Annotated[str, typer.Option(help="A native collective: mpich, optimal, ring or whole.")] = "mpich"
     message: Annotated[str, typer.Option(help="A sender's time for each message.")] = "0 s"
     put: Annotated[str, typer.Option(help="A sender's time for each put.")] = "0 s"
     sum_: Annotated[str | None, typer.Option("--sum", help="Rate of adding.", show_default="no time")] = None

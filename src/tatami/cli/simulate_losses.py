@@ -35,20 +35,21 @@ class LossOptions:
     """What `tatami simulate tiling` can be asked of machines that die; the options say what each field is."""
 
     mtbf: Annotated[
-        str | None, _lossy(metavar="A,B,...", help="Mean life of a machine: rehearse deaths.", show_default=False)
+        str | None,
+        _lossy(metavar="A,B,...", help="Mean time between failures of a machine: simulate deaths.", show_default=False),
     ] = None
     machines: Annotated[
-        str | None, _lossy(metavar="N,M,...", help="So many equal machines, in place of --speeds.", show_default=False)
+        str | None, _lossy(metavar="N,M,...", help="Number of equal machines, in place of --speeds.", show_default=False)
     ] = None
-    back: Annotated[str | None, _lossy(help="So long after its death a machine joins again.", show_default="never")] = None
-    halt: Annotated[str, _lossy(help="A repair: until all have stopped and formed a group.")] = "0.3 s"
-    update: Annotated[float, _lossy(callback=finite, help="Share of an iteration in which a death has no step redone.")] = 0.0
-    copies: Annotated[int, _lossy(help="Holders of every unit, 1 or 2.")] = 2
-    restart: Annotated[str, _lossy(help="A restart: until all train again.")] = "10.4 s"
-    checkpoint_every: Annotated[int, _lossy(min=1, help="Restarts: iterations between checkpoints.")] = 100
-    checkpoint: Annotated[str, _lossy(help="Restarts: what all wait for each checkpoint.")] = "0 s"
-    runs: Annotated[int, _lossy(min=1, help="Runs of each, with seeds from --seed on.")] = 10
-    seed: Annotated[int, _lossy(help="Of the first run.")] = 0
+    back: Annotated[str | None, _lossy(help="Time after its death when a machine joins again.", show_default="never")] = None
+    halt: Annotated[str, _lossy(help="Time until all have stopped and formed a group for a repair.")] = "0.3 s"
+    update: Annotated[float, _lossy(callback=finite, help="Part of an iteration in which a death repeats no step.")] = 0.0
+    copies: Annotated[int, _lossy(help="Number of holders of every unit, 1 or 2.")] = 2
+    restart: Annotated[str, _lossy(help="Time of a restart until all train again.")] = "10.4 s"
+    checkpoint_every: Annotated[int, _lossy(min=1, help="Iterations between the checkpoints of restarts.")] = 100
+    checkpoint: Annotated[str, _lossy(help="Time that all wait for each checkpoint of restarts.")] = "0 s"
+    runs: Annotated[int, _lossy(min=1, help="Number of runs of each, with seeds from --seed on.")] = 10
+    seed: Annotated[int, _lossy(help="Random seed of the first run.")] = 0
 
     @property
     def changed(self) -> list[str]:

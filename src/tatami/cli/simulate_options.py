@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 PlatformFile = Annotated[
     Path | None, optional("--platform", metavar="FILE", help="A cluster.toml, groups with backbones, or SimGrid's XML.")
 ]
-Cores = Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="all cores")]
+Cores = Annotated[int | None, typer.Option(min=1, help="Number of runs at a time.", show_default="all cores")]
 SweepOption = Annotated[str | None, optional("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.")]
 
 

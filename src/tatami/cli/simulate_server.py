@@ -68,36 +68,36 @@ _FIELDS = frozenset(name for name, (field, _) in _SWEPT.items() if field)
 class SimulateServerJob:
     """What `tatami simulate server` can be asked for; the options say what each field is."""
 
-    preset: Annotated[str | None, optional(help="Machines by name.")] = None
+    preset: Annotated[str | None, optional(help="Platform by name.")] = None
     platform: PlatformFile = None
-    workers: Annotated[int | None, typer.Option(min=1, help="How many compute.", show_default="all but the servers")] = None
-    servers: Annotated[int, typer.Option(min=1, help="How many of the last hosts are servers (with --platform).")] = 1
-    recovery: Annotated[str, typer.Option(metavar="A,B,...", help="What is done about deaths.")] = "checkpoint,servers,ignore"
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of workers.", show_default="all but the servers")] = None
+    servers: Annotated[int, typer.Option(min=1, help="Number of servers: the last hosts (with --platform).")] = 1
+    recovery: Annotated[str, typer.Option(metavar="A,B,...", help="Recovery policies.")] = "checkpoint,servers,ignore"
     every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints.")] = "1"
     checkpoint_waits: Annotated[
         bool, typer.Option("--checkpoint-waits", help="The next round begins when the checkpoint is written.")
     ] = False
-    checkpoint: Annotated[str, typer.Option(help="What a worker writes, and reads.")] = "8 GB"
+    checkpoint: Annotated[str, typer.Option(help="Size of a worker's checkpoint.")] = "8 GB"
     store: Annotated[
         int, typer.Option(min=0, metavar="N", help="Keep checkpoints on N of the servers' machines, for all, not in each node.")
     ] = 0
-    runs: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Of each recovery, each with a seed of its own.")] = 10
-    rounds: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first run.")] = 0
+    runs: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Runs of each recovery, each with a seed of its own.")] = 10
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each run.")] = 200
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed of the first run.")] = 0
     resume: Annotated[
         Resume | None, typer.Option(help="A spare does the rest of a task, or all.", show_default="restart; preset: continue")
     ] = None
     task: Annotated[
         float, typer.Option(callback=finite, help="Work of one worker in a round, in the unit of the platform's speeds.")
     ] = 100.0
-    model: Annotated[str, typer.Option(help="What a worker pulls, and pushes, in a round.")] = "1 GB"
-    mtbf: Annotated[str, typer.Option(help="Mean time to a worker's death.")] = "3y"
-    server_mtbf: Annotated[str | None, typer.Option(help="... to a server's.", show_default="never")] = None
-    link_mtbf: Annotated[str | None, typer.Option(help="... until a worker's link breaks.", show_default="never")] = None
-    detection: Annotated[str, typer.Option(help="From a death until it is known.")] = "0 s"
-    spawn: Annotated[str, typer.Option(help="To start a machine.")] = "5 s"
-    spares: Annotated[int, typer.Option(min=0, max=MOST_PROCESSORS, help="Machines that stand by, started.")] = 0
-    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1
+    model: Annotated[str, typer.Option(help="Size of what a worker pulls and pushes in a round.")] = "1 GB"
+    mtbf: Annotated[str, typer.Option(help="Mean time between a worker's failures.")] = "3y"
+    server_mtbf: Annotated[str | None, typer.Option(help="Mean time between a server's failures.", show_default="never")] = None
+    link_mtbf: Annotated[str | None, typer.Option(help="Mean time between failures of a link.", show_default="never")] = None
+    detection: Annotated[str, typer.Option(help="Time from a death until it is detected.")] = "0 s"
+    spawn: Annotated[str, typer.Option(help="Time to start a machine.")] = "5 s"
+    spares: Annotated[int, typer.Option(min=0, max=MOST_PROCESSORS, help="Spare machines, already started.")] = 0
+    replicas: Annotated[int, typer.Option(min=1, help="Number of servers that hold each parameter.")] = 1
     sweep: SweepOption = None
     cores: Cores = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw times, and losses in FILE-per-failure.")] = None

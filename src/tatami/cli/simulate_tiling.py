@@ -48,10 +48,10 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
     ] = None
     speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None
-    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners.")] = DEFAULT_PLANNER
-    iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20
-    stages: Annotated[int | None, optional(min=1, help="So many pipeline stages, of a GPT (--model gpt); 1: none.")] = None
-    micro_batches: Annotated[int | None, optional(min=1, help="In which every replica computes its samples.")] = None
+    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners to simulate.")] = DEFAULT_PLANNER
+    iterations: Annotated[int, typer.Option(min=1, help="Number of iterations.")] = 20
+    stages: Annotated[int | None, optional(min=1, help="Pipeline stages of a GPT (--model gpt); 1: none.")] = None
+    micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches of every replica.")] = None
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
@@ -64,7 +64,7 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
         ),
     ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
-    every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, with so many iterations between its checks.")] = None
+    every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, which checks every N iterations.")] = None
     unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False
     sweep: SweepOption = None
     cores: Cores = None

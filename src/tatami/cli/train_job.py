@@ -27,11 +27,11 @@ class TrainJob:
         shifts: train on every digit moved by a pixel each way too; the demo does, for five times the work. No option.
     """
 
-    data: Annotated[str | None, _data(metavar="NAME", help="digits or nettalk. Default: digits, with gpt a text.")] = None
+    data: Annotated[str | None, _data(metavar="NAME", help="Dataset: digits or nettalk; with gpt a text.")] = None
     nettalk: Annotated[Path | None, _data(metavar="FILE", help="The NETtalk corpus, for --data nettalk.")] = None
     samples: Annotated[
         int | None,
-        _data(min=1, metavar="N", help="Draw so many. Default: all digits, 1024 letters of nettalk, 2048 sequences of a text."),
+        _data(min=1, metavar="N", help="Samples to draw. Default: all digits, 1024 letters, 2048 sequences of a text."),
     ] = None
     test_fraction: Annotated[
         float | None,
@@ -40,12 +40,12 @@ class TrainJob:
             min=0.0,
             max=0.9,
             metavar="SHARE",
-            help="Held out, for the accuracy; 0 tells that of the training samples. Default: 0.2, of nettalk 0.",
+            help="Fraction held out; with 0, accuracy is measured on the training data. Default: 0.2, of nettalk 0.",
         ),
     ] = None
     shifts: bool = False
     net: Annotated[
-        str | None, _data(metavar="SIZES", help="Inputs-hidden-...-outputs. Default: 64-80-10, nettalk 203-80-26.")
+        str | None, _data(metavar="SIZES", help="Layer sizes: inputs-hidden-...-outputs. Default: 64-80-10, nettalk 203-80-26.")
     ] = None
     model: Annotated[
         str | None,
@@ -54,96 +54,87 @@ class TrainJob:
             help="In place of --net: gpt learns the characters of a text, cnn sees digits as images, mlp is --net's default.",
         ),
     ] = None
-    text: Annotated[
-        Path | None, _model(metavar="FILE", help="For gpt, any text. Default: Python's own language reference.")
-    ] = None
-    layers: Annotated[int | None, _model(min=1, max=1000, metavar="N", help="Of gpt or cnn. Default: 2.")] = None
+    text: Annotated[Path | None, _model(metavar="FILE", help="Text for gpt. Default: Python's own language reference.")] = None
+    layers: Annotated[int | None, _model(min=1, max=1000, metavar="N", help="Layers of gpt or cnn. Default: 2.")] = None
     width: Annotated[
-        int | None,
-        _model(min=1, max=100_000, metavar="N", help="Numbers for a token of gpt, channels of cnn. Default: 48, cnn 16."),
+        int | None, _model(min=1, max=100_000, metavar="N", help="Width of gpt, channels of cnn. Default: 48, cnn 16.")
     ] = None
-    heads: Annotated[int | None, _model(min=1, max=100_000, metavar="N", help="Of gpt's attention. Default: 6.")] = None
+    heads: Annotated[int | None, _model(min=1, max=100_000, metavar="N", help="Attention heads of gpt. Default: 6.")] = None
     tokens: Annotated[int | None, _model(min=1, max=100_000, metavar="N", help="Characters of a sequence. Default: 32.")] = None
     ranks: Annotated[
         int | None,
-        _ranks("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many. Default: one for each speed, else 1."),
+        _ranks("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Ranks. Default: one for each speed, else 1."),
     ] = None
     speeds: Annotated[
         str | None,
         _ranks(
             metavar="1,1,0.5",
-            help="What you know of the machines' relative speeds, in the order of the ranks. Left out, they are measured.",
+            help="Relative speeds of the machines, in the order of the ranks; measured if left out.",
         ),
     ] = None
-    cluster: Annotated[Path | None, _ranks(metavar="FILE", help="In place of --speeds: a cluster.toml of tatami probe.")] = None
+    cluster: Annotated[Path | None, _ranks(metavar="FILE", help="A cluster.toml, in place of --speeds.")] = None
     emulate: Annotated[
-        bool, _ranks("--emulate", help="Also slow the ranks to the given speeds: one machine plays several unequal ones.")
+        bool, _ranks("--emulate", help="Also slow the ranks to the given speeds, to emulate several unequal machines on one.")
     ] = False
     method: Annotated[
         str,
         _ranks(
             metavar="NAME",
-            help="How the work is laid out: timed (the least predicted time), even, grid, grid-rev, srpm, srpm-merged, "
+            help="Planner: timed (the least predicted time), even, grid, grid-rev, srpm, srpm-merged, "
             "weighted; or drpm, which starts evenly and learns the speeds while training.",
         ),
     ] = DEFAULT_PLANNER
     wire: Annotated[
         str | None,
-        _ranks(
-            metavar="NAME", help="bfloat16 or float16: sums over ranks travel so, half the bytes. Default: as they are, exact."
-        ),
+        _ranks(metavar="NAME", help="bfloat16 or float16: round what is sent between ranks to half the bytes. Default: exact."),
     ] = None
     stages: Annotated[
         int | None,
-        _ranks(min=1, metavar="N", help="So many pipeline stages; 1: none. Default: as are predicted to be fastest."),
+        _ranks(min=1, metavar="N", help="Number of pipeline stages; 1: none. Default: the number predicted to be fastest."),
     ] = None
     micro_batches: Annotated[
-        int | None, _ranks(min=1, metavar="N", help="In which every replica computes its samples. Default: as planned.")
+        int | None, _ranks(min=1, metavar="N", help="Micro-batches of every replica. Default: as planned.")
     ] = None
-    retile: Annotated[bool, _ranks("--retile", help="With any method: re-tile while training as ranks change.")] = False
+    retile: Annotated[bool, _ranks("--retile", help="Re-tile while training as the speeds of ranks change.")] = False
     retile_every: Annotated[
         int | None,
-        _ranks(
-            min=1, metavar="N", help="Re-tile by DRPM, which checks the balance after so many iterations, and not by what pays."
-        ),
+        _ranks(min=1, metavar="N", help="Re-tile by DRPM, which checks the balance every N iterations, in place of what pays."),
     ] = None
     hosts: Annotated[str | None, _ranks(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None
     device: Annotated[str, _ranks(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu"
     backend: Annotated[
         str | None,
-        _ranks(metavar="NAME", help="mpi, torchdist, threads or single. Default: as started, else mpi for several ranks."),
+        _ranks(metavar="NAME", help="Backend: mpi, torchdist, threads or single. Default: as started, else mpi."),
     ] = None
-    optimizer: Annotated[str, _training(metavar="NAME", help="adam, adamw or sgd.")] = "adam"
+    optimizer: Annotated[str, _training(metavar="NAME", help="Optimizer: adam, adamw or sgd.")] = "adam"
     lr: Annotated[
-        float | None, _training(callback=finite, min=0.0, metavar="RATE", help="Default: 0.01, gpt 0.003, sgd 0.5.")
+        float | None, _training(callback=finite, min=0.0, metavar="RATE", help="Learning rate: 0.01, gpt 0.003, sgd 0.5.")
     ] = None
-    momentum: Annotated[float | None, _training(callback=finite, min=0.0, metavar="SHARE", help="Of sgd. Default: 0.")] = None
+    momentum: Annotated[float | None, _training(callback=finite, min=0.0, metavar="SHARE", help="SGD momentum (0).")] = None
     loss: Annotated[
         str | None,
         _training(
             metavar="NAME",
-            help="cross-entropy, mse, or squared-error (the paper's sum). Default: cross-entropy for digits, mse for nettalk.",
+            help="Loss: cross-entropy, mse, or squared-error (the paper's sum). Default: cross-entropy, for nettalk mse.",
         ),
     ] = None
     batch_size: Annotated[
-        int | None, _training(min=1, metavar="N", help="Global. Default: all samples, as in the paper; gpt 16, cnn 64.")
+        int | None, _training(min=1, metavar="N", help="Global batch. Default: all samples, as in the paper; gpt 16, cnn 64.")
     ] = None
-    epochs: Annotated[int | None, _training(min=1, metavar="N", help="End after.")] = None
+    epochs: Annotated[int | None, _training(min=1, metavar="N", help="Stop after N epochs.")] = None
     iterations: Annotated[
-        int | None, _training(min=1, metavar="N", help="End after. Default: 200, without the other ends.")
+        int | None, _training(min=1, metavar="N", help="Stop after N iterations. Default: 200, without other limits.")
     ] = None
     stop_below: Annotated[
-        float | None, _training(callback=finite, metavar="LOSS", help="End when an iteration's loss is below.")
+        float | None, _training(callback=finite, metavar="LOSS", help="Stop when an iteration's loss is below this.")
     ] = None
-    seed: Annotated[int, _training(min=0, max=LARGEST_SEED, metavar="N", help="Of weights, draws and order.")] = 0
+    seed: Annotated[int, _training(min=0, max=LARGEST_SEED, metavar="N", help="Seed for weights, sampling and shuffling.")] = 0
     load: Annotated[Path | None, _training(metavar="FILE", help="Start from these weights (.safetensors).")] = None
-    save: Annotated[
-        Path | None, _outputs(metavar="FILE", help="The weights as .safetensors: the ordinary state dict of the plain network.")
-    ] = None
-    log: Annotated[Path | None, _outputs(metavar="FILE", help="JSON lines: losses and checks.")] = None
-    tensorboard: Annotated[Path | None, _outputs(metavar="DIR", help="Event files.")] = None
+    save: Annotated[Path | None, _outputs(metavar="FILE", help="Write the plain network's state dict (.safetensors).")] = None
+    log: Annotated[Path | None, _outputs(metavar="FILE", help="Write losses and checks as JSON lines.")] = None
+    tensorboard: Annotated[Path | None, _outputs(metavar="DIR", help="Write event files for TensorBoard.")] = None
     plot: Annotated[
-        Path | None, _outputs(metavar="FILE", help="Time per iteration, with the re-mappings (.png, .pdf, .svg).")
+        Path | None, _outputs(metavar="FILE", help="Draw the time per iteration, with the re-mappings (.png, .pdf, .svg).")
     ] = None
     force: Annotated[bool, _outputs("--force", help="Overwrite files that exist.")] = False
     as_json: Annotated[bool, _outputs("--json", help="Print one JSON record.")] = False

@@ -37,9 +37,9 @@ _MOST_RANKS = 16
 
 
 def watch(
-    records: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="What --log or Trainer(records=...) writes.")],
+    records: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="Log of --log or Trainer(records=...).")],
     *,
-    once: Annotated[bool, typer.Option("--once", help="Show how it stands, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,
 ) -> None:
     """Show a run while it goes on: losses, the share and the time of each rank, what was re-tiled and who died.
 
