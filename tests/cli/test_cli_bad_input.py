@@ -77,7 +77,7 @@ def refused(*arguments: str) -> str:
         (["train", "-n", "2", "--method", "best"], "there is no method 'best'; choose one of: even, grid, grid-rev, srpm"),
         (["train", "-n", "2", "--backend", "tcp"], "there is no backend 'tcp'; choose one of: mpi,"),
         (["train", "-n", "2", "--backend", "single"], "backend 'single' is one rank, but -n 2 was asked for"),
-        (["train", "-n", "2", "--backend", "torchdist"], "backend 'torchdist' is of ranks that torchrun started"),
+        (["train", "-n", "2", "--backend", "tcp"], "backend 'tcp' is of ranks that torchrun started"),
         (["train", "--data", "mnist"], "there is no data set 'mnist'; choose one of: digits, nettalk"),
         (["train", "--loss", "nll"], "there is no loss 'nll'; choose one of: mse, squared-error, cross-entropy"),
         (["train", "--optimizer", "lbfgs"], "there is no optimizer 'lbfgs'; choose one of: adam, adamw, sgd"),

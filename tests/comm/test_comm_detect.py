@@ -35,7 +35,7 @@ def _started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "mpi"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "single"),
         ({"RANK": "0"}, "single"),
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "torchdist"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "tcp"),
         ({"RANK": "1", "WORLD_SIZE": "4", "PMI_RANK": "1"}, "mpi"),
     ],
 )
@@ -43,9 +43,9 @@ def test_launchers_are_known_by_their_variables(environ: dict[str, str], backend
     assert detect_backend(environ) == backend
 
 
-def test_torchdist_outside_of_torchrun_says_what_is_missing() -> None:
+def test_tcp_outside_of_torchrun_says_what_is_missing() -> None:
     with pytest.raises(InputError, match=r"not a rank of torchrun \(RANK, WORLD_SIZE, .*init_process_group first"):
-        init(backend="torchdist")
+        init(backend="tcp")
 
 
 def test_a_script_started_alone_is_one_rank() -> None:
@@ -79,7 +79,7 @@ def test_in_an_elastic_run_init_leaves_its_timeout() -> None:
 
 
 def test_an_unknown_backend_lists_the_choices() -> None:
-    with pytest.raises(InputError, match="there is no backend 'gloo'; choose one of: mpi, torchdist, threads, single"):
+    with pytest.raises(InputError, match="there is no backend 'gloo'; choose one of: mpi, tcp, threads, single"):
         init(backend="gloo")
 
 

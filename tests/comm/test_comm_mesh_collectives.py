@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tatami.comm import mesh_collectives
 from tatami.comm.reduction import Op
-from tatami.comm.torchdist import TorchdistCommunicator
+from tatami.comm.tcp import TcpCommunicator
 from tatami.errors import CommError, CommTimeoutError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
@@ -25,14 +25,12 @@ _names = count()
 
 
 @contextmanager
-def _ranks(size: int) -> Iterator[Callable[[Callable[[TorchdistCommunicator], Any]], list[Any]]]:
+def _ranks(size: int) -> Iterator[Callable[[Callable[[TcpCommunicator], Any]], list[Any]]]:
     """Ranks as threads of this process, over TCP: what each returns."""
     store, name = cast(Any, dist).HashStore(), f"ranks {next(_names)}"
     with ThreadPoolExecutor(size) as pool:
         comms = list(
-            pool.map(
-                lambda rank: TorchdistCommunicator(store, rank=rank, size=size, name=name, timeout_s=_LIMIT_S), range(size)
-            )
+            pool.map(lambda rank: TcpCommunicator(store, rank=rank, size=size, name=name, timeout_s=_LIMIT_S), range(size))
         )
         try:
             yield lambda body: list(pool.map(body, comms))
@@ -59,7 +57,7 @@ def test_sums_and_broadcasts_in_pieces(size: int, num: int, dtype: torch.dtype, 
     stacked = torch.stack(given)
     expected = {Op.SUM: stacked.sum(0).to(dtype), Op.MAX: stacked.amax(0), Op.MIN: stacked.amin(0)}[op]
 
-    def body(comm: TorchdistCommunicator) -> None:
+    def body(comm: TcpCommunicator) -> None:
         mine = given[comm.rank].clone()
         comm.allreduce(mine, op=op)
         assert torch.equal(mine, expected)
@@ -83,7 +81,7 @@ def test_sums_and_broadcasts_in_pieces(size: int, num: int, dtype: torch.dtype, 
 def test_many_megabytes() -> None:
     num = 3_000_001
 
-    def body(comm: TorchdistCommunicator) -> None:
+    def body(comm: TcpCommunicator) -> None:
         mine = _values(comm.rank, num, torch.float64)
         comm.allreduce(mine)
         assert torch.equal(mine, torch.stack([_values(rank, num, torch.float64) for rank in range(comm.size)]).sum(0))
@@ -93,7 +91,7 @@ def test_many_megabytes() -> None:
 
 
 def test_collectives_that_are_under_way_together_end_in_any_order() -> None:
-    def body(comm: TorchdistCommunicator) -> None:
+    def body(comm: TcpCommunicator) -> None:
         vectors = [torch.full((num,), float(comm.rank + at)) for at, num in enumerate((200_000, 5, 90_000))]
         requests = [comm.iallreduce(vector) for vector in vectors]
         for request in requests if comm.rank else reversed(requests):
@@ -106,7 +104,7 @@ def test_collectives_that_are_under_way_together_end_in_any_order() -> None:
 
 
 def test_ranks_that_give_different_sizes_are_told() -> None:
-    def body(comm: TorchdistCommunicator) -> str:
+    def body(comm: TcpCommunicator) -> str:
         with pytest.raises(CommError) as raised:
             comm.allreduce(torch.zeros(3 + comm.rank))
         return str(raised.value)
@@ -118,7 +116,7 @@ def test_ranks_that_give_different_sizes_are_told() -> None:
 
 
 def test_who_did_not_join_is_named() -> None:
-    def body(comm: TorchdistCommunicator) -> str:
+    def body(comm: TcpCommunicator) -> str:
         if comm.rank == 1:
             return ""
         comm.timeout_s = 0.2
@@ -133,7 +131,7 @@ def test_who_did_not_join_is_named() -> None:
 
 
 def test_a_part_is_closed_at_once() -> None:
-    def body(comm: TorchdistCommunicator) -> None:
+    def body(comm: TcpCommunicator) -> None:
         for _ in range(20):
             part = comm.split(0)
             assert part is not None

@@ -63,9 +63,9 @@ def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, back
         return run_threads(body, size=ranks)[0]
     if backend == "single" and ranks > 1:
         raise InputError(f"backend 'single' is one rank, but -n {ranks} was asked for; choose mpi or threads")
-    if backend == "torchdist":
+    if backend == "tcp":
         raise InputError(
-            f"backend 'torchdist' is of ranks that torchrun started: torchrun --nproc-per-node {ranks} -m tatami "
+            f"backend 'tcp' is of ranks that torchrun started: torchrun --nproc-per-node {ranks} -m tatami "
             f"{' '.join(sys.argv[1:])}"
         )
     if backend != "mpi" and ranks == 1 and hosts is None:

@@ -104,7 +104,7 @@ class TrainJob:
     device: Annotated[str, _ranks(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu"
     backend: Annotated[
         str | None,
-        _ranks(metavar="NAME", help="Backend: mpi, torchdist, threads or single. Default: as started, else mpi."),
+        _ranks(metavar="NAME", help="Backend: mpi, tcp, threads or single. Default: as started, else mpi."),
     ] = None
     optimizer: Annotated[str, _training(metavar="NAME", help="Optimizer: adam, adamw or sgd.")] = "adam"
     lr: Annotated[

@@ -10,8 +10,8 @@ import torch
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractCommunicator
 from tatami.comm.elastic import elastic_world
 from tatami.comm.mpi import MpiCommunicator
+from tatami.comm.tcp import TcpCommunicator
 from tatami.comm.threads import single_communicator, thread_communicator
-from tatami.comm.torchdist import TorchdistCommunicator
 from tatami.errors import InputError
 
 THREADS_VARIABLE = "TATAMI_THREADS"
@@ -31,12 +31,12 @@ def init(*, backend: str | None = None, timeout_s: float | None = None) -> Abstr
     cores of the host divided by the ranks on it, or `TATAMI_THREADS`.
 
     Args:
-        backend: `mpi`, `torchdist`, `threads` or `single`; None to find out.
+        backend: `mpi`, `tcp`, `threads` or `single`; None to find out.
         timeout_s: how long an operation may wait for another rank. None: as long as who started the ranks, or an earlier call,
             has said; 60 s where none has.
 
     Raises:
-        InputError: an unknown backend; threads outside of `run_threads`; torchdist without torchrun and without a process
+        InputError: an unknown backend; threads outside of `run_threads`; tcp without torchrun and without a process
             group; `TATAMI_THREADS` or `TATAMI_WAIT` is wrong.
         MissingExtraError: MPI is needed but not installed.
     """
@@ -72,13 +72,13 @@ def _set_timeout(comm: AbstractCommunicator, timeout_s: float | None) -> None:
 
 
 def detect_backend(environ: Mapping[str, str]) -> str:
-    """`mpi`, `torchdist` or `single`, from the variables that launchers set."""
+    """`mpi`, `tcp` or `single`, from the variables that launchers set."""
     if any(name in environ for name in _MPI_VARIABLES):
         return "mpi"
     if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
         return "mpi"
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return "torchdist"
+        return "tcp"
     return "single"
 
 
@@ -106,7 +106,7 @@ def _set_torch_threads(asked: int | None, *, ranks_on_host: int) -> None:
 
 _MAKERS: dict[str, Callable[[float], AbstractCommunicator]] = {
     "mpi": lambda timeout_s: MpiCommunicator.world(timeout_s=timeout_s),
-    "torchdist": lambda timeout_s: TorchdistCommunicator.world(timeout_s=timeout_s),
+    "tcp": lambda timeout_s: TcpCommunicator.world(timeout_s=timeout_s),
     "threads": lambda timeout_s: single_communicator(timeout_s=timeout_s),
     "single": lambda timeout_s: single_communicator(timeout_s=timeout_s),
 }

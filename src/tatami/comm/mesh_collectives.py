@@ -16,7 +16,7 @@ from tatami.comm.base import AbstractRequest
 from tatami.comm.checked import MAX_TAG, as_bytes
 from tatami.comm.reduction import Op, combine
 from tatami.comm.tcp_connection import Transfer
-from tatami.comm.torchdist_waits import AbstractTorchdistWaits, MessageRequest
+from tatami.comm.tcp_waits import AbstractTcpWaits, MessageRequest
 from tatami.comm.wait import Waiting
 
 _FEW_BYTES = 65536
@@ -25,7 +25,7 @@ _ROOM_BYTES = 1 << 22
 """For what comes from all ranks at a time, twice."""
 
 
-class AbstractMeshCollectives(AbstractTorchdistWaits):
+class AbstractMeshCollectives(AbstractTcpWaits):
     """The collectives of tensors of the host."""
 
     _num_collectives = 0

@@ -19,7 +19,7 @@ from tatami.comm.checked import DoneRequest, ThenRequest, as_bytes
 from tatami.comm.mesh_collectives import AbstractMeshCollectives
 from tatami.comm.reduction import Op, combine
 from tatami.comm.staging import is_on_host
-from tatami.comm.torchdist_waits import said_by
+from tatami.comm.tcp_waits import said_by
 from tatami.comm.transport import Transport, gather_roots
 from tatami.comm.wait import Waiting, wait_until
 from tatami.errors import CommError

@@ -17,8 +17,8 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.comm.rendezvous import Door, KnownMeeting, Whereabouts
 from tatami.comm.stall_report import ProcessPlace
+from tatami.comm.tcp import TcpCommunicator
 from tatami.comm.threads import single_communicator
-from tatami.comm.torchdist import TorchdistCommunicator
 from tatami.elastic.orders import Assignment
 from tatami.errors import CommError
 
@@ -80,14 +80,14 @@ class Connections:
             self.comm.regroup(self._formed(group, members=members, off=off, there=there, token=token), names=members)
         finally:
             self._forming = None
-        if isinstance(old, TorchdistCommunicator):
+        if isinstance(old, TcpCommunicator):
             old.sever()
             old.close()
 
     def sever(self) -> None:
         """Break all that this rank communicates by, and what it forms. Called by another thread than the others."""
         for comm in (self.comm.inner if self.comm is not None else None, self._forming):
-            if isinstance(comm, TorchdistCommunicator):
+            if isinstance(comm, TcpCommunicator):
                 comm.sever()
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Connections:
         timeout_s = self._assignment.timeout_s
         if len(members) == 1:
             return single_communicator(timeout_s=timeout_s)
-        self._forming = TorchdistCommunicator(
+        self._forming = TcpCommunicator(
             self._reached(),
             rank=members.index(self._assignment.name),
             size=len(members),

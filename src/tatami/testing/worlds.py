@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 Body = Callable[[AbstractCommunicator], Result]
 
 DEFAULT_SIZES = (1, 2, 3, 4)
-WORLDS = {"threads": "threads", "mpi": "mpi", "torchrun": "torchdist"}
+WORLDS = {"threads": "threads", "mpi": "mpi", "torchrun": "tcp"}
 """What the ranks of a world can be, and the backend of each."""
 WORLD_TIMEOUT_S = 200.0
 """Only ends what hangs: on a machine with ten jobs for each core, a start that takes 2 s takes 20 s or more."""

@@ -30,13 +30,13 @@ from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned
 from tatami.comm.rendezvous import AbstractMeeting, StoreMeeting, Whereabouts
 from tatami.comm.stall_report import StoreRollCall, format_ranks
 from tatami.comm.tcp_mesh import TcpMesh
+from tatami.comm.tcp_waits import MessageRequest, said_by
 from tatami.comm.threads import single_communicator
-from tatami.comm.torchdist_waits import MessageRequest, said_by
 from tatami.comm.wait import Waiting, wait_policy
 from tatami.errors import CommError, InputError
 
 
-class TorchdistCommunicator(AbstractNcclCollectives):
+class TcpCommunicator(AbstractNcclCollectives):
     """One rank of a torch.distributed job, or of a part of it made by `split`.
 
     Collectives of CUDA tensors are NCCL's once `use_device` has found that every rank has a card of its own. Ranks that give a
@@ -54,7 +54,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         off: threading.Event | None = None,
         token: bytes | None = None,
         meeting: AbstractMeeting | None = None,
-        part_of: TorchdistCommunicator | None = None,
+        part_of: TcpCommunicator | None = None,
         world_ranks: tuple[int, ...] | None = None,
     ) -> None:
         """
@@ -88,7 +88,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         self._num_splits = 0
         self._owns_mesh = part_of is None
         self._number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
-        self._parts: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
         self._alone = single_communicator(timeout_s=timeout_s)
         if part_of is None:
             if meeting is None:
@@ -132,7 +132,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
             )
 
     @classmethod
-    def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchdistCommunicator:
+    def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TcpCommunicator:
         """All ranks that torchrun started, or those of torch's default process group where the program has made it.
 
         Raises:
@@ -143,7 +143,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise InputError(
-                f"backend 'torchdist': this is not a rank of torchrun ({', '.join(missing)} not set), and there is no process "
+                f"backend 'tcp': this is not a rank of torchrun ({', '.join(missing)} not set), and there is no process "
                 "group; start the ranks with torchrun, or call torch.distributed.init_process_group first"
             )
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -153,7 +153,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         return cls(store, rank=rank, size=size, name="tatami", timeout_s=timeout_s)
 
     @classmethod
-    def of_group(cls, group: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchdistCommunicator:
+    def of_group(cls, group: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TcpCommunicator:
         """The ranks of a process group (None: the default one); collective on it. The group itself is not used."""
         group = group or dist.group.WORLD
         number = _num_adopted[group.group_name] = _num_adopted[group.group_name] + 1
@@ -161,26 +161,26 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         name = f"tatami/{group.group_name}/{number}"
         return cls(store, rank=dist.get_rank(group), size=dist.get_world_size(group), name=name, timeout_s=timeout_s)
 
-    def split(self, color: int | None, *, key: int = 0) -> TorchdistCommunicator | None:
+    def split(self, color: int | None, *, key: int = 0) -> TcpCommunicator | None:
         self._check_open("split")
         ranks = self._split_ranks(color, key)
         return self._part(() if ranks is None else ranks)
 
-    def subgroup(self, ranks: Sequence[int]) -> TorchdistCommunicator | None:
+    def subgroup(self, ranks: Sequence[int]) -> TcpCommunicator | None:
         self._check_open("subgroup")
         return self._part(ranks)
 
-    def duplicate(self) -> TorchdistCommunicator:
+    def duplicate(self) -> TcpCommunicator:
         other = self.subgroup(range(self.size))
         assert other is not None
         return other
 
-    def _part(self, ranks: Sequence[int]) -> TorchdistCommunicator | None:
+    def _part(self, ranks: Sequence[int]) -> TcpCommunicator | None:
         """The communicator of these ranks, in this order; None for no ranks. It sends nothing, and is counted on all ranks."""
         self._num_splits += 1
         if not ranks:
             return None
-        part = TorchdistCommunicator(
+        part = TcpCommunicator(
             self._store,
             rank=ranks.index(self.rank),
             size=len(ranks),
@@ -239,7 +239,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         return int(tag)
 
 
-_open: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
+_open: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
 _num_adopted: Counter[str] = Counter()
 """Communicators made of each process group, so that each has a name of its own."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tatami.comm import AbstractCommunicator
-from tatami.comm.torchdist import TorchdistCommunicator
+from tatami.comm.tcp import TcpCommunicator
 from tatami.errors import InputError
 from tatami.testing.worlds import World
 
@@ -48,7 +48,7 @@ def test_init_finds_the_ranks_of_torchrun(tmp_path: Path, ranks: int) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     total = ranks * (ranks + 1) // 2
-    assert ended.stdout.strip() == str([("TorchdistCommunicator", rank, total) for rank in range(ranks)])
+    assert ended.stdout.strip() == str([("TcpCommunicator", rank, total) for rank in range(ranks)])
 
 
 def test_a_process_group_there_is_becomes_a_communicator(tmp_path: Path) -> None:
@@ -57,14 +57,14 @@ def test_a_process_group_there_is_becomes_a_communicator(tmp_path: Path) -> None
         """
         import tatami, torch
         import torch.distributed as dist
-        from tatami.comm.torchdist import TorchdistCommunicator
+        from tatami.comm.tcp import TcpCommunicator
         dist.init_process_group("gloo")
         comm = tatami.init()
         pair = dist.new_group([1, 2])
         seen = [comm.size, comm.allgather_object(dist.get_rank())]
         if comm.rank > 0:
-            part = TorchdistCommunicator.of_group(pair)
-            again = TorchdistCommunicator.of_group(pair)
+            part = TcpCommunicator.of_group(pair)
+            again = TcpCommunicator.of_group(pair)
             seen += [part.rank, part.allgather_object(comm.rank), again.bcast_object(comm.rank, root=1)]
         everyone = comm.gather_object(seen)
         if comm.rank == 0:
@@ -182,7 +182,7 @@ def test_windows_are_what_the_mpi_backend_has(world: World) -> None:
         pytest.skip("asked of ranks of torch.distributed only")
 
     def body(comm: AbstractCommunicator) -> None:
-        assert isinstance(comm, TorchdistCommunicator)
+        assert isinstance(comm, TcpCommunicator)
         for ask in (comm.window, comm.shared_window):
             with pytest.raises(
                 InputError, match="no one-sided communication; the MPI backend has: start the ranks with mpiexec"

@@ -23,7 +23,7 @@ _SLICE_S = 0.25
 """So long a wait goes on before it is looked whether another rank asks what this one does."""
 
 
-class AbstractTorchdistWaits(CheckedCommunicator):
+class AbstractTcpWaits(CheckedCommunicator):
     """How a rank waits.
 
     Attributes:
@@ -108,7 +108,7 @@ class MessageRequest(AbstractRequest):
 
     def __init__(
         self,
-        communicator: AbstractTorchdistWaits,
+        communicator: AbstractTcpWaits,
         waiting: Waiting,
         *phases: Callable[[], Sequence[tuple[int, Transfer]]],
     ) -> None:
