@@ -45,6 +45,13 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+def test_logs_of_before_are_read_with_the_names_of_today(tmp_path: Path) -> None:
+    now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"
+    now.write_text(text := "".join(json.dumps(record) + "\n" for record in a_run()))
+    before.write_text(text.replace('"replica"', '"column"').replace("tensor_parallel_s", "vertical_s"))
+    assert (before.read_text() != text, read_run(before)) == (True, read_run(now))
+
+
 def test_the_facts_are_those_of_the_records() -> None:
     facts = facts_of(recorded(a_run()))
     assert facts.ranks == ["p0", "p1", "p2", "p3"]

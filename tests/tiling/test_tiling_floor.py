@@ -133,6 +133,7 @@ def test_tilings_cover_the_floor_once_and_survive_json(layout: Layout, samples: 
     tiling = layout.cut(samples=samples, units=units)
     assert sum(tile.area for tile in tiling.tiles) == samples * units
     assert Tiling.from_json(tiling.to_json()) == tiling
+    assert Tiling.from_json(tiling.to_json().replace('"replica"', '"column"')) == tiling  # files of before
     position = 0
     for group in tiling.owned_units:
         assert group.units.start == position
@@ -148,6 +149,7 @@ def test_tilings_cover_the_floor_once_and_survive_json(layout: Layout, samples: 
 def test_layouts_survive_json(layout: Layout, micro_batches: int) -> None:
     layout = Layout(replicas=(layout.replicas[0].in_micro_batches(micro_batches), *layout.replicas[1:]))
     assert Layout.from_json(layout.to_json()) == layout
+    assert Layout.from_json(layout.to_json().replace('"replicas"', '"columns"')) == layout  # files of before
     raw = layout.to_dict()
     for replica in raw["replicas"]:
         del replica["micro_batches"]  # as before there were any
