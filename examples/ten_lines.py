@@ -18,6 +18,6 @@ trainer = tatami.Trainer(
 )
 trainer.fit((train_data.x, train_data.y), batch_size=256, epochs=20)
 result = trainer.evaluate((test_data.x, test_data.y), batch_size=512, metrics=["accuracy"])
-trainer.save("model.safetensors", force=True)  # without force a file that is there stays, and the weights go beside it
+trainer.save("model.safetensors", force=True)  # without force an existing file stays, and the weights are written next to it
 if comm.rank == 0:
     print(f"loss {result['loss']:.4f}, accuracy {result['accuracy']:.1%}")

@@ -43,6 +43,7 @@ from tatami.tiling import (
     plan_stages,
     timeline,
 )
+from tatami.tiling.alphabeta import MEASURED_FROM
 from tatami.workload import Workload
 
 if TYPE_CHECKING:
@@ -360,7 +361,7 @@ def questions(
                 varied = Question(words=f"{path} {value}", cluster=changed(cluster, path, value), workload=workload)
             found.append(varied)
     for each in add:
-        found.append(Question(words=f"with {each}", cluster=with_more(cluster, each), workload=workload))
+        found.append(Question(words=f"with {each}", cluster=_with(cluster, each), workload=workload))
     for each in leave_out:
         names = [name.strip() for name in each.split(",")]
         found.append(Question(words=f"without {', '.join(names)}", cluster=without(cluster, names), workload=workload))
@@ -382,6 +383,17 @@ def answers(asked: Sequence[Question], *, cost: AbstractCost | None = None) -> t
         Answer(question=question, plan=plan, speed_up=rate / rates[0] if rate and rates[0] else None)
         for question, plan, rate in zip(asked, plans, rates, strict=True)
     )
+
+
+def _with(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with the machine that `text` describes, whose numbers are not without a unit by mistake."""
+    grown = with_more(cluster, text)
+    speed, memory_bytes = grown.speeds[grown.processors[-1].name], grown.processors[-1].memory_bytes
+    if min(cluster.speeds.values()) >= MEASURED_FROM > speed:
+        raise InputError(f"{text!r}: a speed of {speed:g} is in flop/s, as the others'; write speed=30Tflop/s")
+    if memory_bytes is not None and memory_bytes < MEASURED_FROM:
+        raise InputError(f"{text!r}: a memory of {memory_bytes} is in bytes; write memory=16GiB")
+    return grown
 
 
 def _samples(text: str) -> int:

@@ -55,14 +55,14 @@ def test_each_machine_has_a_line_with_what_it_does() -> None:
     bars = {row[""] for row in rows}
     assert bars == {"█" * bars.copy().pop().count("█") + "▒" * bars.copy().pop().count("▒")}
     assert all(row["memory"].endswith(" of 8 GiB") for row in rows[1:])
-    assert table_of(found, HOME, width=80)[0]["memory"] == f"{100 * found.memory_bytes['desktop'] / 2**34:.0f} %"
+    assert table_of(found, HOME, width=60)[0]["memory"] == f"{100 * found.memory_bytes['desktop'] / 2**34:.0f} %"
 
 
 def test_micro_batches_are_how_many_of_how_many_samples() -> None:
     (found,) = compare(["weighted"], cluster=HOME, workload=GPT)
     replicas = tuple(replica.in_micro_batches(4) for replica in found.layout.replicas)
     found = replace(found, layout=replace(found.layout, replicas=replicas))
-    assert [row["samples"] for row in table_of(found, HOME)] == ["4 x 7", "4 x 5", "4 x 2"]
+    assert [row["samples"] for row in table_of(found, HOME)] == ["7 + 3 x 6", "5 + 3 x 4", "2 x 2 + 2 x 1"]
     words = recommendation(found, cluster=HOME, width=200)
     assert words.startswith(
         "Recommended: data parallelism over desktop, laptop and old: each computes a share of the 48 samples"

@@ -303,7 +303,7 @@ def test_the_error_says_who_lacks_how_much_and_what_would_do() -> None:
     assert re.search(r"p0 lacks 3\.89 KiB \(it would keep 13\.9 KiB in 10 KiB\)", told)
     assert told.endswith(
         '. It would hold 30 samples; all would fit in micro-batches with batch_norm="local" (each takes its own statistics, as '
-        "in DDP: not exact); all 40 would fit with 1 more machine like p0"
+        "in DDP: not exact); all 40 samples would fit with 1 more machine like p0"
     )
     assert plan(cluster=cluster, workload=replace(workload, batch_statistics=())).left_out == ()
     assert plan(cluster=cluster, workload=workload.with_samples(30)).left_out == ()

@@ -122,15 +122,15 @@ def test_the_gain_of_the_rule() -> None:
 def test_each_case_has_its_sentence() -> None:
     clear = Advice(rho=64.0, q=1.0).sentence(1.4)
     assert clear.startswith("Use two-dimensional tiles: rho = 64 (weights over outputs), q = 1 (exchange over computing)")
-    assert clear.endswith("promise about 1.6 x weighted data parallelism.")
+    assert clear.endswith("promise 1.6 x the speed of weighted data parallelism.")
     no, predicted = Advice(rho=64.0, q=0.1).sentence(1.01), Advice(rho=2.0, q=0.1).sentence(1.2)
     assert no.startswith(
-        "Weighted data parallelism does about as well; by the rule of thumb tiles pay from 32 and 0.5 on: rho = 64"
+        "Weighted data parallelism does about as well; by the rule of thumb tiles pay where rho is at least 32 "
     )
-    assert predicted.startswith("Tiles are predicted to be 1.20 x weighted data parallelism, although by the rule")
+    assert predicted.startswith("Tiles are predicted to be 1.20 x as fast as weighted data parallelism, although by the rule")
     rows = Advice(rho=2.0, q=0.1).sentence(1.2, has_replicas=False)
     assert rows.startswith(
-        "Fewer machines, or other shares of the samples, are predicted to be 1.20 x weighted data parallelism; "
+        "Fewer machines, or other shares of the samples, are predicted to be 1.20 x as fast as weighted data parallelism; "
     )
     assert Advice(rho=0.0, q=3.0).sentence(1.0).startswith("Nothing in this network splits over units")
     for told in (clear, no, predicted):

@@ -12,6 +12,7 @@ from tatami.cli.options import optional
 from tatami.errors import InputError
 from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
 
+_OF_NETWORKS = ("net", "layers", "width", "heads", "kv_heads", "tokens", "vocabulary")
 _gpt = partial(typer.Option, rich_help_panel="A GPT")
 
 
@@ -37,6 +38,12 @@ class NetworkOptions:
             InputError: an unknown model, or invalid sizes of its layers.
         """
         samples = self.samples if samples is None else samples
+        usual = NetworkOptions()
+        given = [f"--{each.replace('_', '-')}" for each in _OF_NETWORKS if getattr(self, each) != getattr(usual, each)]
+        if self.model is None and (of_gpt := [each for each in given if each != "--net"]):
+            raise InputError(f"{', '.join(of_gpt)}: options of a GPT, and the network is {self.net}; give --model gpt")
+        if self.model is not None and "--net" in given:
+            raise InputError(f"--net {self.net} and --model {self.model} are two networks: give one of them")
         if self.model is None:
             return replace(net_workload(self.net, samples=samples), wire=self.wire)
         if self.model != "gpt":

@@ -65,9 +65,9 @@ class RunJob:
 
 @takes(RunJob)
 def run(job: RunJob) -> None:
-    """Start a script on several ranks, through the launcher that came with MPI.
+    """Start a script on several ranks, by the launcher of the installed MPI.
 
-    A rank that fails ends them all, and the last line says which one it was. With --elastic a rank that dies does not.
+    A rank that fails ends all ranks, and the last line says which one it was. With --elastic the others go on without it.
     """
     if job.elastic and job.device not in (None, "cpu"):
         raise InputError("--device: an elastic run computes on CPUs; leave --device or --elastic out")

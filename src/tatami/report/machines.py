@@ -15,8 +15,6 @@ MOST_LINES = 12
 """Machines that do about the same share a line where there would be more lines."""
 LEAST_BAR, MOST_BAR = 8, 40
 COMPUTES, SENDS, WAITS = "█", "▒", "·"
-_WIDE = 100
-"""Characters of a line from which on memory is shown as used and given."""
 _GAP = 2
 _FINEST = 0.05
 """Machines that differ by less are similar, if there are too many for a line each; twice as much, and so on, if need be."""
@@ -114,15 +112,23 @@ def machine_table(lines: Sequence[MachineLine], *, names: Mapping[str, str], wid
         row |= {"": "", "computes": _seconds(first.time.compute_s)}
         row |= {"sends": _seconds(first.time.send_s)} if sends else {}
         row |= {"waits": _seconds(first.time.wait_s)} if waits else {}
-        row |= {"memory": _memory(first, is_wide=width >= _WIDE)} if is_known else {}
+        row |= {"memory": _memory(first, is_wide=True)} if is_known else {}
         rows.append(row)
     # The bar has what the others leave; to the left of the first column is the mark of the best row, which no row is.
-    used = sum(max(len(header), *(len(row[header]) for row in rows)) + _GAP for header in rows[0])
+    used = _used(rows)
+    if is_known and width < used + LEAST_BAR:  # then memory as a part of what there is
+        for row, (first, *_) in zip(rows, groups, strict=True):
+            row["memory"] = _memory(first, is_wide=False)
+        used = _used(rows)
     room = min(MOST_BAR, max(LEAST_BAR, width - used))
     for row, (first, *_) in zip(rows, groups, strict=True):
         row[""] = bar(first.time, width=room)
     signs = [f"{COMPUTES} computes", *([f"{SENDS} sends"] if sends else ()), *([f"{WAITS} waits"] if waits else ())]
     return table_of(f"In an iteration ({', '.join(signs)}):", rows, texts=("machine", "pieces", ""))
+
+
+def _used(rows: Sequence[Mapping[str, str]]) -> int:
+    return sum(max(len(header), *(len(row[header]) for row in rows)) + _GAP for header in rows[0])
 
 
 def similar(lines: Sequence[MachineLine]) -> list[list[MachineLine]]:
@@ -188,7 +194,9 @@ def _samples(group: Sequence[MachineLine]) -> str:
     """How many, of a group from the least to the most; of several micro-batches, how many of them of which size."""
     line = group[0]
     if line.micro_batches > 1:
-        return f"{line.micro_batches} x {-(-line.samples // line.micro_batches):,}"
+        size, larger = divmod(line.samples, line.micro_batches)
+        counts = ((larger, size + 1), (line.micro_batches - larger, size))
+        return " + ".join(f"{count} x {each:,}" if count > 1 else f"{each:,}" for count, each in counts if count and each)
     least, most = (choose(each.samples for each in group) for choose in (min, max))
     return f"{least:,}" if least == most else f"{least:,} - {most:,}"
 

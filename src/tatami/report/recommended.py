@@ -9,7 +9,7 @@ from tatami.report.machines import display_names
 from tatami.report.obstacles import obstacles
 from tatami.report.tables import Table, table_of
 from tatami.report.words import percent, wrapped
-from tatami.tiling import Plan, PlanLimits, StagedPlan
+from tatami.tiling import DEFAULT_PLANNER, Plan, PlanLimits, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
 from tatami.tiling.left_out import Reason
 from tatami.units import format_duration, format_speed
@@ -34,9 +34,10 @@ def without_work(placed: Sequence[str], *, cluster: Cluster, reasons: Mapping[st
     for each in cluster.processors:
         if each.name not in known:
             reason = (reasons or {}).get(each.name)
-            idle.setdefault("" if reason is None else f" ({reason.value})", []).append(names[each.name])
-    told = "; ".join(f"{_listed(own)}{reason}" for reason, own in idle.items())
-    return f" Without work: {told}." if idle else ""
+            idle.setdefault("" if reason is None else reason.value, []).append(names[each.name])
+    several = {why: why.replace("its link takes", "their links take").replace("its ", "their ") for why in idle}
+    listed = (_listed(own) + (f" ({why if len(own) == 1 else several[why]})" if why else "") for why, own in idle.items())
+    return f" Without work: {'; '.join(listed)}." if idle else ""
 
 
 def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: bool, width: int) -> str:
@@ -96,14 +97,15 @@ def plan_table(
     alone_words = "one machine alone" if alone is None else f"{display_names(cluster)[alone.layout.processors[0]]} alone"
     candidates = [(alone_words, alone), ("weighted data parallelism", weighted)]
     candidates += [("recommended", best)] if isinstance(best, Plan) else []
-    candidates += [(plan.planner, plan) for plan in plans if plan not in (best, weighted)]
+    words_of = {DEFAULT_PLANNER: "without stages"} if staged is best and len(plans) == 1 else {}  # nobody asked for its name
+    candidates += [(words_of.get(plan.planner, plan.planner), plan) for plan in plans if plan not in (best, weighted)]
     rows: list[tuple[Plan | StagedPlan | None, list[str]]] = []
     if staged is not None:
         rows.append((staged, ["recommended", "pipeline stages"] if staged is best else ["pipeline stages"]))
     for words, plan in candidates:
         same = next((own for other, own in rows if plan and isinstance(other, Plan) and is_same(plan, other)), None)
         if same is None:
-            rows.append((plan, [words]))
+            rows.append((plan, [words, plan.planner] if plan is best and plan.planner != DEFAULT_PLANNER else [words]))
         elif words not in same:
             same.append(words)
     if staged is not None:
@@ -127,7 +129,7 @@ def plan_table(
 def _replicas(plan: Plan | StagedPlan) -> str:
     if isinstance(plan, Plan):
         return f"{len(plan.layout.replicas):,}"
-    return f"{plan.layout.num_replicas:,} of {len(plan.layout.stages):,} stages"
+    return f"{plan.layout.num_replicas:,} in {len(plan.layout.stages):,} stages"
 
 
 def _labels(labels: Sequence[str]) -> str:

@@ -8,9 +8,9 @@ Method", IPSJ journal 2005/2006, section 5.
 from tatami.retiling.alarms import Alarm, Glance
 from tatami.retiling.controller import Controller
 from tatami.retiling.decision import Decision, DecisionKind
-from tatami.retiling.moves import Move, moves
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.staged_watching import StagedDecision, StagedWatcher
+from tatami.retiling.takes import Move, moves
 from tatami.retiling.timing import Timing
 from tatami.retiling.watching import Watcher
 

@@ -9,11 +9,11 @@ from tatami.errors import PlanError
 from tatami.retiling.ability import ability
 from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, Verdict, tell
-from tatami.retiling.moves import moves
 from tatami.retiling.published import published
 from tatami.retiling.replica_cuts import forecast
 from tatami.retiling.settling import MEMORY, settling
 from tatami.retiling.situation import SIGNALS, Signal, Situation, Window, points
+from tatami.retiling.takes import moves
 from tatami.retiling.timing import Timing
 
 LEAST_POINTS = 2

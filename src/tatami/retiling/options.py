@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tatami.cluster import Cluster, at_sizes
 from tatami.retiling.decision import DecisionKind
-from tatami.retiling.moves import moves
 from tatami.retiling.replica_cuts import forecast, works_of
 from tatami.retiling.situation import Situation
+from tatami.retiling.takes import moves
 from tatami.tiling import AlphaBetaCost, Layout, with_speeds
 from tatami.tiling.memory import lacking_bytes
 from tatami.tiling.speeds import at_paces

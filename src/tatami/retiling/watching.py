@@ -32,12 +32,12 @@ from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, tell_speeds
 from tatami.retiling.estimates import Estimates
 from tatami.retiling.link_watch import LinkWatch, WatchedMessage
-from tatami.retiling.moves import moves
 from tatami.retiling.noticing import Vector
 from tatami.retiling.options import Level, levels
 from tatami.retiling.replica_cuts import works_of
 from tatami.retiling.situation import Situation
 from tatami.retiling.ski_rental import Rental, expected_rest
+from tatami.retiling.takes import moves
 from tatami.retiling.timing import Timing
 from tatami.tiling import Layout
 

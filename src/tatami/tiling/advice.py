@@ -41,10 +41,10 @@ class Advice:
             return "Nothing in this network splits over units: it is laid in replicas of one processor each."
         numbers = f"rho = {self.rho:.3g} (weights over outputs), q = {self.q:.2g} (exchange over computing)"
         if self.rho >= CLEAR_RHO and self.q >= CLEAR_Q:
-            return f"Use two-dimensional tiles: {numbers} promise about {self.gain:.1f} x weighted data parallelism."
-        rule = f"by the rule of thumb tiles pay from {CLEAR_RHO:g} and {CLEAR_Q:g} on"
+            return f"Use two-dimensional tiles: {numbers} promise {self.gain:.1f} x the speed of weighted data parallelism."
+        rule = f"by the rule of thumb tiles pay where rho is at least {CLEAR_RHO:g} and q at least {CLEAR_Q:g}"
         if predicted >= _MUCH:
-            gain = f"are predicted to be {predicted:.2f} x weighted data parallelism"
+            gain = f"are predicted to be {predicted:.2f} x as fast as weighted data parallelism"
             if not has_replicas:
                 return f"Fewer machines, or other shares of the samples, {gain}; {rule}: {numbers}."
             return f"Tiles {gain}, although {rule}: {numbers}."

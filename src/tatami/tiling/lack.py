@@ -90,14 +90,14 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
     if workload.state_bytes_per_parameter > _PLAIN_SGD_BYTES and fits(
         cluster, replace(workload, state_bytes_per_parameter=_PLAIN_SGD_BYTES)
     ):
-        yield "all would fit with an optimizer without moments, such as plain SGD"
+        yield "all samples would fit with an optimizer without moments, such as plain SGD"
     if workload.batch_statistics and fits(cluster, replace(workload, batch_statistics=())):
         yield 'all would fit in micro-batches with batch_norm="local" (each takes its own statistics, as in DDP: not exact)'
     for count in _MACHINES:
         grown = _grown(cluster, count=count)
         if grown.size <= workload.samples and fits(grown, workload):
             more = f"{count} more machine{'s' if count > 1 else ''} like {_largest(cluster).name}"
-            yield f"all {workload.samples} would fit with {more}"
+            yield f"all {workload.samples} samples would fit with {more}"
             return
 
 

@@ -1,6 +1,6 @@
 """What must be computed."""
 
-from tatami.workload.block import Block, Section
+from tatami.workload.block import Block, Piece, Section
 from tatami.workload.gpt import VOCABULARY, gpt_workload
 from tatami.workload.linear_pair import linear_pair
 from tatami.workload.network import (
@@ -15,7 +15,6 @@ from tatami.workload.network import (
     parse_net,
     partners,
 )
-from tatami.workload.piece import Piece
 from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
 from tatami.workload.workload import WIRES, Workload, check_wire, corners
 

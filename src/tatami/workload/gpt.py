@@ -8,8 +8,7 @@ other operations.
 from __future__ import annotations
 
 from tatami.errors import PlanError
-from tatami.workload.block import Block
-from tatami.workload.piece import Piece
+from tatami.workload.block import Block, Piece
 from tatami.workload.workload import Workload
 
 VOCABULARY = 50_257

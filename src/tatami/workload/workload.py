@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tatami.errors import PlanError, shortened
-from tatami.workload.block import Block, Section
+from tatami.workload.block import Block, Piece, Section
 from tatami.workload.linear_pair import linear_pair
-from tatami.workload.piece import Piece
 
 MOST_SAMPLES = 10**12
 """Most samples of a batch: far below what a float counts exactly."""
