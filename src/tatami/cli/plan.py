@@ -26,7 +26,7 @@ EPILOG = epilog(
     "tatami plan cluster.toml --net 203-80-26 --samples 1024",
     "tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json",
     "tatami plan cluster.toml --planner srpm --plot tiling.png",
-    "tatami plan cluster.toml --vary network.bandwidth=1Gbit/s,10Gbit/s --add speed=15e12,memory=24GiB --without laptop",
+    "tatami plan cluster.toml --model gpt --samples 64 --vary network.bandwidth=1Gbit/s,10Gbit/s --add speed=15Tflop/s",
     "tatami plan cluster.toml --model gpt --layers 12 --width 768 --heads 12 --tokens 1024 --samples 32",
     "A cluster.toml is written by [bold]tatami probe[/], or by hand.",
 )
