@@ -75,7 +75,7 @@ def refused(*arguments: str) -> str:
         (["plan", "nowhere.toml"], "cannot read the cluster file nowhere.toml"),
         (["train", "-n", "4", "--speeds", "1,1"], "speeds: 2 given, expected 4, one for each rank"),
         (["train", "-n", "2", "--method", "best"], "there is no method 'best'; choose one of: even, grid, grid-rev, srpm"),
-        (["train", "-n", "2", "--backend", "tcp"], "there is no backend 'tcp'; choose one of: mpi,"),
+        (["train", "-n", "2", "--backend", "udp"], "there is no backend 'udp'; choose one of: mpi,"),
         (["train", "-n", "2", "--backend", "single"], "backend 'single' is one rank, but -n 2 was asked for"),
         (["train", "-n", "2", "--backend", "tcp"], "backend 'tcp' is of ranks that torchrun started"),
         (["train", "--data", "mnist"], "there is no data set 'mnist'; choose one of: digits, nettalk"),

@@ -87,9 +87,9 @@ def test_ranks_that_wait_answer_and_go_on(world: World) -> None:
 
 SCRIPT = """
     import os, pathlib, signal, sys, time, torch
-    from tatami.comm import AllReduce, AllReduceSpec, init, roll_call
+    from tatami.comm import AllReduce, AllReduceSpec, init, stall_report
     from tatami.errors import CommTimeoutError
-    roll_call.SHORTEST_S = 5.0  # a rank of a busy machine may take its time to answer
+    stall_report.SHORTEST_S = 5.0  # a rank of a busy machine may take its time to answer
     comm = init(timeout_s=1000)
     comm.barrier()
     comm.timeout_s = 3.0
