@@ -97,7 +97,7 @@ def plan_table(
     alone_words = "one machine alone" if alone is None else f"{display_names(cluster)[alone.layout.processors[0]]} alone"
     candidates = [(alone_words, alone), ("weighted data parallelism", weighted)]
     candidates += [("recommended", best)] if isinstance(best, Plan) else []
-    words_of = {DEFAULT_PLANNER: "without stages"} if staged is best and len(plans) == 1 else {}  # nobody asked for its name
+    words_of = {DEFAULT_PLANNER: "without stages"} if staged is best and len(plans) == 1 else {}  # its name was not asked for
     candidates += [(words_of.get(plan.planner, plan.planner), plan) for plan in plans if plan not in (best, weighted)]
     rows: list[tuple[Plan | StagedPlan | None, list[str]]] = []
     if staged is not None:
