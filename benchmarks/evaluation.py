@@ -81,7 +81,7 @@ def jobs(options: argparse.Namespace) -> Iterator[EvaluationJob]:
                 part="courses",
                 contestants=COURSES,
                 course=options.course,
-                step=SpeedChange(after_iteration=options.course // 2, host="h4", speed=0.4),
+                step=SpeedChange(after_iteration=options.course // 2, host="h4", speed=0.4 * (options.paced or 1.0)),
             )
         if "rivals" in options.part:
             for bandwidth in (GIGABIT, FAST_ETHERNET):

@@ -131,4 +131,5 @@ def f(x: torch.Tensor, rate: float, wait_s: float, other: int):
 def test_no_docstring_is_a_fragment() -> None:
     begins = re.compile(r'^\s*"""(Of|That|Those|What of|In which|By which|After which)\b', re.MULTILINE)
     found = {path.name: begins.findall(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
-    assert ("tile.py" in found, {name: words for name, words in found.items() if words}) == (True, {})
+    assert "tile.py" in found
+    assert {name: words for name, words in found.items() if words} == {}

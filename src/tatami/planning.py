@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Characters of a line, where nothing is said."""
 _ROUNDING = 1e-12
+_LEAST_MEMORY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,10 +362,12 @@ def questions(
                 varied = Question(words=f"{path} {value}", cluster=changed(cluster, path, value), workload=workload)
             found.append(varied)
     for each in add:
-        found.append(Question(words=f"with {each}", cluster=_with(cluster, each), workload=workload))
+        found.append(Question(words=f"with {each}", cluster=with_more(cluster, each), workload=workload))
     for each in leave_out:
         names = [name.strip() for name in each.split(",")]
         found.append(Question(words=f"without {', '.join(names)}", cluster=without(cluster, names), workload=workload))
+    for question in found:
+        _refuse_missing_units(question, cluster)
     return tuple(found)
 
 
@@ -385,15 +388,15 @@ def answers(asked: Sequence[Question], *, cost: AbstractCost | None = None) -> t
     )
 
 
-def _with(cluster: Cluster, text: str) -> Cluster:
-    """The cluster with the machine that `text` describes, whose numbers are not without a unit by mistake."""
-    grown = with_more(cluster, text)
-    speed, memory_bytes = grown.speeds[grown.processors[-1].name], grown.processors[-1].memory_bytes
-    if min(cluster.speeds.values()) >= MEASURED_FROM > speed:
-        raise InputError(f"{text!r}: a speed of {speed:g} is in flop/s, as the others'; write speed=30Tflop/s")
-    if memory_bytes is not None and memory_bytes < MEASURED_FROM:
-        raise InputError(f"{text!r}: a memory of {memory_bytes} is in bytes; write memory=16GiB")
-    return grown
+def _refuse_missing_units(question: Question, asked: Cluster) -> None:
+    """A speed of 30 among speeds in flop/s, and a memory of 16 bytes, are numbers whose units were forgotten."""
+    before, is_measured = asked.by_name, min(asked.speeds.values()) >= MEASURED_FROM
+    for each in question.cluster.processors:
+        old = before.get(each.name)
+        if is_measured and each.speed < MEASURED_FROM:
+            raise InputError(f"{question.words!r}: a speed of {each.speed:g} flop/s, as the others' are; write 30Tflop/s")
+        if each.memory_bytes is not None and each.memory_bytes < _LEAST_MEMORY_BYTES and (old is None or old != each):
+            raise InputError(f"{question.words!r}: a memory of {each.memory_bytes} bytes; write 16GiB")
 
 
 def _samples(text: str) -> int:

@@ -70,6 +70,13 @@ def refused(*arguments: str) -> str:
         ),
         (["plan", "--speeds", "1,1", "--model", "cnn"], "there is no model 'cnn' here; choose gpt"),
         (["plan", "--speeds", "1,1", "--model", "gpt", "--heads", "5"], "a width of 768 does not divide by 5 heads"),
+        (
+            ["plan", "--speeds", "1,1", "--layers", "6"],
+            "--layers: options of a GPT, and the network is 203-80-26; give --model",
+        ),
+        (["plan", "--speeds", "1,1", "--net", "9-3-2", "--model", "gpt"], "--net 9-3-2 and --model gpt are two networks"),
+        (["plan", "--speeds", "1e9,2e9", "--add", "speed=30"], "a speed of 30 flop/s, as the others' are; write 30Tflop/s"),
+        (["plan", "--speeds", "1e9,2e9", "--vary", "processors.p1.memory=16"], "a memory of 16 bytes; write 16GiB"),
         (["plan", "--speeds", "1,1", "--net", "9-2"], "network '9-2' has no hidden layer"),
         (["plan", "--speeds", "1,1", "--plot", "mats.gif"], "a picture is written as .png, .pdf, .svg, not as '.gif'"),
         (["plan", "nowhere.toml"], "cannot read the cluster file nowhere.toml"),

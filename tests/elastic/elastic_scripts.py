@@ -66,7 +66,6 @@ def optimizer_of_parameters(parameters: Iterable[nn.Parameter], *, kind: str) ->
 
 
 def take(step: Any, model: TiledModel) -> None:
-    """What stands inside of `with step`: of the loss of its batch."""
     x, y = model.local(*batch(step.number))
     loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
     loss.backward()

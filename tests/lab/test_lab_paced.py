@@ -150,6 +150,10 @@ def test_what_cannot_be_paced_is_refused() -> None:
         plan_lab(FAST, cores=2.0, dilation=2.0)
     with pytest.raises(InputError, match="dilate must be a finite number > 0, not -1"):
         plan_lab(FAST, cores=2.0, paced=True, dilation=-1.0)
+    with pytest.raises(InputError, match="only a paced lab has a balance"):
+        plan_lab(FAST, cores=2.0, balance=1.0)
+    with pytest.raises(InputError, match="balance must be a finite number > 0, not 0"):
+        plan_lab(FAST, cores=2.0, paced=True, balance=0.0)
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))

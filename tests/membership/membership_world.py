@@ -120,10 +120,8 @@ class World:
             groups = [
                 (name, *(left if (stage, number) == (stages - 1, replicas - 1) else ())) for number, name in enumerate(own)
             ]
-            own_replicas = (
-                Replica(width=1 / replicas, processors=group, heights=(1 / len(group),) * len(group)) for group in groups
-            )
-            laid.append(Layout(replicas=tuple(own_replicas)))
+            wide = (Replica(width=1 / replicas, processors=own, heights=(1 / len(own),) * len(own)) for own in groups)
+            laid.append(Layout(replicas=tuple(wide)))
         return StagedLayout(stages=tuple(laid), cuts=cuts)
 
     def own(self, rank: Rank, layout: Layout | StagedLayout) -> None:

@@ -391,7 +391,6 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def tiled(case: Case, comm: AbstractCommunicator, layout: Layout | StagedLayout) -> TiledModel:
-    """A case in a layout."""
     return tatami.tile(
         case.make(), comm, batch_size=len(case.y), sample=case.x, layout=layout, speeds="equal", reduction="mean", quiet=True
     )

@@ -70,7 +70,7 @@ def test_speeds_are_measured_up_to_where_they_grow_no_more(
         return curves
 
     curves = world(body)[0]
-    sizes = sizes[:1] if world.size == 1 and sample_s == 0.3 else sizes  # one rank alone is timed for a second
+    sizes = sizes[:1] if world.size == 1 and sample_s == 0.3 else sizes  # one rank alone is timed for 2 s
     for rank, curve in enumerate(curves):
         assert [samples for samples, _ in curve.times_s] == sizes
         assert [time_s for _, time_s in curve.times_s] == pytest.approx(

@@ -52,7 +52,7 @@ _PACED = typer.Option(
     "--paced",
     help="Hosts compute at this machine's full speed, then wait as long as theirs (in flop/s) would take: steadier times.",
 )
-_BALANCE = optional(callback=finite, help="Flop that a paced host does while it moves a byte (default 8).")
+_BALANCE = optional(callback=finite, help="Flop that a paced host does while it moves a byte.", show_default="8")
 _DILATE = optional(callback=finite, help="Factor by which a paced lab slows both computing and links.")
 
 
@@ -85,7 +85,7 @@ def run(
     base_memory: Annotated[str | None, _BASE_MEMORY] = None,
     paced: Annotated[bool, _PACED] = False,
     dilate: Annotated[float, _DILATE] = 1.0,
-    balance: Annotated[float, _BALANCE] = 8.0,
+    balance: Annotated[float | None, _BALANCE] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="After the command's own output, one line of JSON: exit code, scale, quotas.")
     ] = False,
@@ -94,8 +94,8 @@ def run(
     from tatami.lab import Lab, parse_event
 
     events = [parse_event(text) for text in at or []]
-    described = read_cluster(cluster)
-    with Lab(described, cores=cores, base_memory=base_memory, paced=paced, dilation=dilate, balance=balance) as machine:
+    how = {} if balance is None else {"balance": balance}
+    with Lab(read_cluster(cluster), cores=cores, base_memory=base_memory, paced=paced, dilation=dilate, **how) as machine:
         tell(machine.plan.describe())
         code = machine.run(
             command,
@@ -109,7 +109,7 @@ def run(
             plan = machine.plan
             hosts: dict[str, object] = {"scale_cores": plan.scale, "quotas_cores": plan.quotas}
             if plan.paced:
-                hosts = {"flop_per_s": list(plan.cluster.speeds.values()), "dilation": plan.dilation}
+                hosts = {"flop_per_s": list(plan.cluster.speeds.values()), "dilation": plan.dilation, "balance": plan.balance}
             show_json({"command": command, "exit_code": code, **hosts})
     raise typer.Exit(code)
 

@@ -43,7 +43,7 @@ class ProcessPlace:
 
     @classmethod
     def here(cls) -> Self:
-        """The address of this process."""
+        """Where this process is."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             kernel = f"{boot} {os.readlink('/proc/self/ns/pid')}"

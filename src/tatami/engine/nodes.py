@@ -35,7 +35,7 @@ class Nodes:
             self._died_s[node] = self._now_s()
 
     def sound(self) -> list[str]:
-        """Nodes on which to start a process: those where none has died lately, if there are any."""
+        """Nodes on which to start a process: those where none has died lately come first, or alone if others are shunned."""
         alive = self.alive()
         sound = [node for node in alive if self._now_s() - self._died_s.get(node, -_SHUN_S) >= _SHUN_S]
         if not self._shuns:

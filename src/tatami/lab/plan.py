@@ -147,6 +147,8 @@ def plan_lab(
         raise InputError(f"dilate must be a finite number > 0, not {dilation}: how many times as long all takes")
     if not (math.isfinite(balance) and balance > 0):
         raise InputError(f"balance must be a finite number > 0, not {balance}: flop that a host could do while it moves a byte")
+    if balance != BALANCE and not paced:
+        raise InputError("only a paced lab has a balance of computing and moving bytes. Give --paced, too (paced=True)")
     if dilation != 1 and not paced:
         raise InputError("only a paced lab can dilate time: quotas are parts of a core already. Give --paced, too (paced=True)")
     if not (math.isfinite(cores) and cores > 0):

@@ -24,7 +24,8 @@ from tatami.workload import Workload
 BUDGET_S = 6.0
 """Time for all sizes, in which a third of a core gets to the second size of a GPT of 14 M parameters; the repeats on a machine
 that something else uses as well are not counted."""
-_ALONE_S = 1.0  # the same for a single rank, whose speed decides nothing
+_ALONE_S = 2.0
+"""The same for a single rank: its speed decides nothing, and says how long an iteration takes."""
 _ITERATIONS, _LONGEST_S = 3, 30.0
 """So many iterations are added to it, as the first size lets them be expected, but no longer than that."""
 _FEW = 16

@@ -1,1 +1,1 @@
-"""One network, tiled over ranks that are not alike: `tile`, `TiledModel`, and whole weights."""
+"""One network, tiled over unequal ranks: `tile`, `TiledModel`, and whole weights."""

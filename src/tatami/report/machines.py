@@ -112,23 +112,19 @@ def machine_table(lines: Sequence[MachineLine], *, names: Mapping[str, str], wid
         row |= {"": "", "computes": _seconds(first.time.compute_s)}
         row |= {"sends": _seconds(first.time.send_s)} if sends else {}
         row |= {"waits": _seconds(first.time.wait_s)} if waits else {}
-        row |= {"memory": _memory(first, is_wide=True)} if is_known else {}
         rows.append(row)
     # The bar has what the others leave; to the left of the first column is the mark of the best row, which no row is.
-    used = _used(rows)
-    if is_known and width < used + LEAST_BAR:  # then memory as a part of what there is
+    for is_wide in (True, False):  # memory as it is used and given, or else as a part of what there is
         for row, (first, *_) in zip(rows, groups, strict=True):
-            row["memory"] = _memory(first, is_wide=False)
-        used = _used(rows)
+            row |= {"memory": _memory(first, is_wide=is_wide)} if is_known else {}
+        used = sum(max(len(header), *(len(row[header]) for row in rows)) + _GAP for header in rows[0])
+        if width >= used + LEAST_BAR:
+            break
     room = min(MOST_BAR, max(LEAST_BAR, width - used))
     for row, (first, *_) in zip(rows, groups, strict=True):
         row[""] = bar(first.time, width=room)
     signs = [f"{COMPUTES} computes", *([f"{SENDS} sends"] if sends else ()), *([f"{WAITS} waits"] if waits else ())]
     return table_of(f"In an iteration ({', '.join(signs)}):", rows, texts=("machine", "pieces", ""))
-
-
-def _used(rows: Sequence[Mapping[str, str]]) -> int:
-    return sum(max(len(header), *(len(row[header]) for row in rows)) + _GAP for header in rows[0])
 
 
 def similar(lines: Sequence[MachineLine]) -> list[list[MachineLine]]:

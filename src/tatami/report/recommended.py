@@ -34,10 +34,9 @@ def without_work(placed: Sequence[str], *, cluster: Cluster, reasons: Mapping[st
     for each in cluster.processors:
         if each.name not in known:
             reason = (reasons or {}).get(each.name)
-            idle.setdefault("" if reason is None else reason.value, []).append(names[each.name])
-    several = {why: why.replace("its link takes", "their links take").replace("its ", "their ") for why in idle}
-    listed = (_listed(own) + (f" ({why if len(own) == 1 else several[why]})" if why else "") for why, own in idle.items())
-    return f" Without work: {'; '.join(listed)}." if idle else ""
+            idle.setdefault("" if reason is None else f" ({reason.value})", []).append(names[each.name])
+    listed = "; ".join(f"{_listed(own)}{reason}" for reason, own in idle.items())
+    return f" Without work: {listed}." if idle else ""
 
 
 def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: bool, width: int) -> str:

@@ -135,8 +135,7 @@ def _behind(situation: Situation) -> list[str]:
 
 
 def _swapped(situation: Situation, speeds: Mapping[str, float]) -> Layout:
-    """The replicas as they are, but for one processor behind a slow link, which changes places with that which makes it
-    fastest.
+    """The replicas as they are, but for one processor behind a slow link, exchanged with the one that makes it fastest.
 
     Planners order processors by speed and host; that two of them should not meet is known only here.
     """

@@ -68,10 +68,8 @@ class Replica:
         return self._with(self.width, number)
 
     def _with(self, width: float, micro_batches: int) -> Replica:
-        if not (0 <= width < math.inf and micro_batches >= 1):
-            return replace(self, width=width, micro_batches=micro_batches)  # says what is wrong
-        replica = object.__new__(Replica)  # the heights are checked already, and planners make hundreds of thousands of these
-        replica.__dict__.update(self.__dict__, width=width, micro_batches=micro_batches)
+        replica = Replica(width=width, processors=self.processors, heights=self.heights, micro_batches=micro_batches)
+        replica._sizes.update(self._sizes)  # they depend on the heights alone
         return replica
 
     def micro_batch_sizes(self, samples: int) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ class Reason(Enum):
     NO_WORK = "too slow for one sample and one unit"
     SPEED = "too slow to make an iteration shorter"
     MEMORY = "too little memory to make an iteration shorter"
-    LINK = "its link takes longer than its work saves"
-    MESSAGES = "its messages and calls take longer than its work saves"
+    LINK = "sending takes longer than the work saves"
+    MESSAGES = "messages and calls take longer than the work saves"
 
 
 @dataclass(frozen=True, kw_only=True)

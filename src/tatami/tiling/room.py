@@ -14,7 +14,7 @@ _NO_LOSS = 1.01
 """Micro-batches that lengthen an iteration by less are taken without looking for other shares, which takes 10 ms and more."""
 _MOST_DOUBLINGS = 10
 _MOST_REPLICAS = 16
-"""Most replicas whose numbers of micro-batches grow one by one; with more, all grow together."""
+"""Most replicas of which single ones are tried with more micro-batches, too; all together always are."""
 _WORTH = 0.05
 """Fraction of an iteration that micro-batches beyond those that memory needs must save."""
 

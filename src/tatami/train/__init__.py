@@ -1,4 +1,4 @@
-"""One network, tiled over ranks that are not alike: `tile`, the model, the Trainer, and re-tiling at work."""
+"""One network, tiled over unequal ranks: `tile`, the model, the Trainer, and re-tiling at work."""
 
 from tatami.datasets.dataset import Data, Samples
 from tatami.measure.speeds import Speed, measure_sample_flop, measure_speed, measure_speeds

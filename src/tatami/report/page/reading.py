@@ -12,9 +12,6 @@ from tatami.errors import InputError, shortened
 from tatami.inputs import check_input, read_text
 from tatami.report.page.record_shapes import lack_of
 
-_RENAMED = {"vertical_s": "tensor_parallel_s", "horizontal_s": "gradients_s", "column": "replica"}
-"""Names in logs of before, and those of today."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -91,10 +88,11 @@ def _first_floor(run: RecordedRun) -> tuple[tuple[int, int], set[str]]:
 
 
 def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with the names of today: logs of before are read."""
-    for before, now in _RENAMED.items():
-        if before in values:
-            values[now] = values.pop(before)
+    """Phases and tiles with the names of today: logs of before are read. Ranks may be called as they like."""
+    if "forward_s" in values and "vertical_s" in values:
+        values |= {"tensor_parallel_s": values.pop("vertical_s"), "gradients_s": values.pop("horizontal_s")}
+    if "units" in values and "column" in values:
+        values["replica"] = values.pop("column")
     return values
 
 
