@@ -274,7 +274,7 @@ def assumed(workload: Workload, case: Case) -> Workload:
         workload,
         state_bytes_per_parameter=copies * workload.element_bytes,
         sharded_bytes_per_parameter=sharded * workload.element_bytes,
-        update_bytes=workload.update_bytes if case.optimizer == "adam" else 0.0,
+        update_bytes_per_parameter=workload.update_bytes_per_parameter if case.optimizer == "adam" else 0.0,
     )
 
 

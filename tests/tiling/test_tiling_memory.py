@@ -107,7 +107,7 @@ def test_gradients_come_as_activations_go() -> None:
         assert memory_bytes(layout, workload=workload)["p0"] == lasting_bytes + kept * kept_bytes + there * gradient_bytes
         parts = layout.in_micro_batches(2)
         assert memory_bytes(parts, workload=workload)["p0"] == lasting_bytes + kept * kept_bytes / 2 + gradient_bytes
-    workload = replace(WORKLOAD, backward_moments=((0.0, 1.0),), update_bytes=3200.0)
+    workload = replace(WORKLOAD, backward_moments=((0.0, 1.0),), update_bytes_per_parameter=8.0, largest_parameters=400)
     assert memory_bytes(layout, workload=workload)["p0"] == lasting_bytes + gradient_bytes + 3200
 
 

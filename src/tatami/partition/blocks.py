@@ -31,6 +31,8 @@ _COPIES = 5
 """A weight, its gradient, two moments of Adam, and the Trainer's copy of the last good weight."""
 _SHARDED_COPIES = 3
 """Copies that a rank keeps of its shard alone: all but the weight and its gradient."""
+_UPDATE_COPIES = 2
+"""Temporary tensors of Adam as large as the weight that it is updating: the root of its second moment, and the quotient."""
 _STATISTICS_BYTES = 128
 """Bytes of one channel: means and variances of up to eight replicas, and what is computed from them."""
 FOLLOWING = threading.Lock()
@@ -360,7 +362,8 @@ def workload_of(
         element_bytes=element_bytes,
         state_bytes_per_parameter=_COPIES * element_bytes,
         sharded_bytes_per_parameter=_SHARDED_COPIES * element_bytes if sharded_optimizer else 0.0,
-        update_bytes=2 * element_bytes * max((parameter.numel() for parameter in replicated), default=0),
+        update_bytes_per_parameter=_UPDATE_COPIES * element_bytes,
+        largest_parameters=max((parameter.numel() for parameter in replicated), default=0),
         backward_moments=((1.0, 1.0),) if found.captured is None else tuple(found.captured.backward_moments),
         # Whatever the pass kept, and no unit owns.
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
@@ -396,16 +399,22 @@ def _facts(found: Blocks, trained: Mapping[str, nn.Parameter], frozen: Mapping[s
     facts: list[Block] = []
     elements: list[int] = []
     sizes_bytes: list[int] = []
+    largest: list[int] = []
     for block in found.blocks:
         if block.begins:
             facts.append(block.facts)
             elements.append(0)
             sizes_bytes.append(0)
-        elements[-1] += sum(trained[name].numel() for name in block.cuts if name in trained)
+            largest.append(0)
+        own = [trained[name].numel() for name in block.cuts if name in trained]
+        elements[-1] += sum(own)
+        largest[-1] = max(largest[-1], *own, 0)
         sizes_bytes[-1] += sum(frozen.get(name, 0) for name in block.cuts)
     return tuple(
-        replace(each, unit_parameters=owned // each.units, unit_frozen_bytes=size_bytes / each.units)
-        for each, owned, size_bytes in zip(facts, elements, sizes_bytes, strict=True)
+        replace(
+            each, unit_parameters=owned // each.units, unit_frozen_bytes=size_bytes / each.units, unit_largest=most / each.units
+        )
+        for each, owned, size_bytes, most in zip(facts, elements, sizes_bytes, largest, strict=True)
     )
 
 

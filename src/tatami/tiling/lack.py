@@ -88,7 +88,7 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
     if low >= cluster.size:
         yield f"it would hold {low} samples"
     if workload.state_bytes_per_parameter > _PLAIN_SGD_BYTES and fits(
-        cluster, replace(workload, state_bytes_per_parameter=_PLAIN_SGD_BYTES)
+        cluster, replace(workload, state_bytes_per_parameter=_PLAIN_SGD_BYTES, update_bytes_per_parameter=0.0)
     ):
         yield "all samples would fit with an optimizer without moments, such as plain SGD"
     if workload.batch_statistics and fits(cluster, replace(workload, batch_statistics=())):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, compress, pairwise
+from itertools import accumulate, chain, compress
 from typing import Any
 
 import numpy as np
@@ -86,14 +86,9 @@ class Replica:
         """How many of a block's `units` each processor has: `whole_shares`; large tiles are cut at multiples of `GRAIN`."""
         sizes = self._sizes.get(units)
         if sizes is None:
-            sizes = self._sizes[units] = self._at_grains(whole_shares(self.heights, total=units), units)
+            (sizes,) = _at_grains([self], [whole_shares(self.heights, total=units)], units)
+            self._sizes[units] = sizes
         return sizes
-
-    def _at_grains(self, sizes: tuple[int, ...], units: int) -> tuple[int, ...]:
-        if min(sizes) < _LEAST_UNITS:
-            return sizes
-        cuts = [GRAIN * round(cut * units / GRAIN) for cut in self.cuts[:-1]]
-        return tuple(stop - start for start, stop in pairwise([*cuts, units]))
 
     def unit_shares(self, units: int) -> tuple[float, ...]:
         """Each processor's fraction of a block's `units` as planners price it: in whole ones where they are `FEW`."""
@@ -111,10 +106,26 @@ class Replica:
         unknown = [replica for replica in replicas if units not in replica._sizes]
         kinds = {replica.heights: replica for replica in unknown}
         if kinds:
-            cut = whole_shares_of(list(kinds), total=units)
-            found = {own: kinds[own]._at_grains(sizes, units) for own, sizes in zip(kinds, cut, strict=True)}
+            cut = _at_grains(list(kinds.values()), whole_shares_of(list(kinds), total=units), units)
+            found = dict(zip(kinds, cut, strict=True))
             for replica in unknown:
                 replica._sizes[units] = found[replica.heights]
+
+
+def _at_grains(replicas: Sequence[Replica], sizes: list[tuple[int, ...]], units: int) -> list[tuple[int, ...]]:
+    """`sizes` of the replicas' tiles with large tiles cut at multiples of `GRAIN`; replicas with a smaller tile stay."""
+    sizes = list(sizes)
+    by_depth: dict[int, list[int]] = {}
+    for index, own in enumerate(sizes):
+        if min(own) >= _LEAST_UNITS:
+            by_depth.setdefault(len(own), []).append(index)
+    for depth, places in by_depth.items():
+        cuts = np.array([replicas[index].cuts for index in places])
+        stops = GRAIN * np.rint(cuts * units / GRAIN).astype(np.int64)
+        stops[:, depth] = units
+        for index, own in zip(places, np.diff(stops, axis=1).tolist(), strict=True):
+            sizes[index] = tuple(own)
+    return sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,7 @@ class _Amounts:
     Attributes:
         lasting_bytes: at all times, however many samples they have.
         gradient_bytes: when the backward pass is over.
+        update_bytes: for a while in the optimizer's step, when activations are gone.
         sample_bytes: for each sample of a micro-batch, between forward and backward pass.
         works: whether they have units.
     """
@@ -101,12 +102,14 @@ class _Amounts:
         self.lasting_bytes = np.full(members, float(workload.replicated_state_bytes + messages.replicated_bytes))
         self.gradient_bytes = np.full(members, float(workload.replicated_gradient_bytes))
         self.sample_bytes = np.full(members, float(workload.replicated_activation_bytes))
+        self.update_bytes = np.full(members, float(workload.replicated_update_bytes))
         self.works = np.full(members, not workload.blocks)
         for block, count in workload.kinds:
             sizes = layout.unit_sizes(block.units)
             sent_bytes = block.unit_parameters * messages.unit_bytes(sizes)
             self.lasting_bytes += count * (sizes * workload.unit_state_bytes(block) + sent_bytes)
             self.gradient_bytes += count * sizes * workload.unit_gradient_bytes(block)
+            np.maximum(self.update_bytes, sizes * workload.unit_update_bytes(block), out=self.update_bytes)
             beside_bytes = np.where(sizes > 0, block.sample_activation_bytes, 0.0)
             self.sample_bytes += count * (sizes * block.unit_activation_bytes + beside_bytes)
             self.works |= sizes > 0
@@ -124,7 +127,7 @@ class _Amounts:
         most_kept = max(kept for kept, _ in self._workload.backward_moments)
         fullest = np.where(is_whole, np.max(moments, axis=0), most_kept * kept_bytes + self.gradient_bytes)
         # Activations are gone when the optimizer needs memory.
-        passing_bytes: Vector = np.maximum(fullest, self.gradient_bytes + self._workload.update_bytes)
+        passing_bytes: Vector = np.maximum(fullest, self.gradient_bytes + self.update_bytes)
         return passing_bytes
 
 
@@ -144,7 +147,7 @@ def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workl
     own = np.repeat(samples, np.diff(layout.starts, append=len(limits)))
     works = amounts.works & (own > 0)
     room_bytes = limits - amounts.gradient_bytes
-    if (room_bytes < workload.update_bytes)[works].any():
+    if (room_bytes < amounts.update_bytes)[works].any():
         return None
     held = own.astype(np.float64)
     tight = works & (amounts.passing_bytes(own, is_whole=np.full(len(own), True)) > limits)
@@ -307,6 +310,13 @@ class _Squeeze:
         self._unit_bytes = np.full(len(limits), float(state_bytes - self._gradient_bytes))
         for block, count in workload.kinds:
             self._unit_bytes += count * block.unit_parameters * messages.unit_bytes(np.full(len(limits), block.units))
+        # In the optimizer's step there are all gradients, and work space for the largest weight in place of activations.
+        room, unit_bytes = self._room - self._beside_gradient_bytes, self._unit_bytes + self._gradient_bytes
+        unit_update_bytes = [block.units * workload.unit_update_bytes(block) for block, _ in workload.kinds]
+        self._updated = np.minimum(
+            _heights_in(room - workload.replicated_update_bytes, unit_bytes),
+            _heights_in(room, unit_bytes + max(unit_update_bytes, default=0.0)),
+        ).clip(0.0, 1.0)
         beside_bytes = sum(count * block.sample_activation_bytes for block, count in workload.kinds)
         self._beside_bytes = workload.samples * (workload.replicated_activation_bytes + beside_bytes)
         self._area_bytes = workload.samples * sum(
@@ -356,13 +366,11 @@ class _Squeeze:
         return limit if in_parts.all() else np.where(in_parts[self._replica], limit, self._limit_of(w, self._moments))
 
     def _limit_of(self, w: Vector, moments: Sequence[tuple[float, float]]) -> Vector:
-        least = np.ones(len(w))
+        least = self._updated.copy()
         for kept, there in moments:
             room = self._room - there * self._beside_gradient_bytes - kept * w * self._beside_bytes
-            with np.errstate(divide="ignore", invalid="ignore"):
-                limit = room / (self._unit_bytes + there * self._gradient_bytes + kept * w * self._area_bytes)
-            # Without blocks there is nothing that a lesser height would save.
-            np.minimum(least, np.where(room < 0, 0.0, np.where(np.isnan(limit), 1.0, limit)), out=least)
+            unit_bytes = self._unit_bytes + there * self._gradient_bytes + kept * w * self._area_bytes
+            np.minimum(least, _heights_in(room, unit_bytes), out=least)
         return np.clip(least, 0.0, 1.0)
 
     def _quick(self, widths: Vector, times: Vector) -> Vector:
@@ -405,3 +413,11 @@ class _Squeeze:
         # Nothing fits into a replica of no width; its processors are left out, whatever their heights.
         counts = np.bincount(self._replica)[self._replica]
         return np.where(sums[self._replica] > 0, heights / np.maximum(sums, 1e-300)[self._replica], 1 / counts)
+
+
+def _heights_in(room_bytes: Vector, unit_bytes: Vector) -> Vector:
+    """The greatest heights that fit; where there are no blocks, a lesser height would save nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        limit = room_bytes / unit_bytes
+    heights: Vector = np.where(room_bytes < 0, 0.0, np.where(np.isnan(limit), 1.0, limit))
+    return heights

@@ -351,7 +351,7 @@ class _Search:
             latency_s=latency,
             state_bytes=state,
             activation_bytes=self.activations * math.ceil(samples.max()),
-            update_bytes=workload.update_bytes,
+            update_bytes=workload.most_update_bytes,
             memory_bytes=self.memory[groups].min(axis=1),
             micro_batches=micro_batches,
             sum_s=sum_s,

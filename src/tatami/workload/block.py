@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, fields
 from tatami.errors import PlanError
 
 _COUNTS = ("unit_parameters", "forward_elements", "backward_elements", "forward_sums", "backward_sums")
-_AMOUNTS = ("flop_per_unit", "flop_per_sample", "unit_activation_bytes", "sample_activation_bytes", "unit_frozen_bytes")
+_AMOUNTS = (
+    "flop_per_unit",
+    "flop_per_sample",
+    "unit_activation_bytes",
+    "sample_activation_bytes",
+    "unit_frozen_bytes",
+    "unit_largest",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,7 @@ class Block:
         unit_activation_bytes: what is kept from forward to backward for one sample and one unit.
         sample_activation_bytes: the same for one sample, however few units.
         unit_frozen_bytes: of what one unit owns that is not trained: frozen weights, running statistics.
+        unit_largest: elements of one unit in the largest trained weight of the block; 0 where that is not known.
         name: the qualified name of the module it lies in. Like the next two it is for words only: blocks that differ in nothing
             else are equal, and are priced once.
         kind: what sort of block it is.
@@ -53,6 +61,7 @@ class Block:
     unit_activation_bytes: float = 0.0
     sample_activation_bytes: float = 0.0
     unit_frozen_bytes: float = 0.0
+    unit_largest: float = 0.0
     name: str = field(default="", compare=False)
     kind: str = field(default="linear pair", compare=False)
     unit: str = field(default="hidden unit", compare=False)

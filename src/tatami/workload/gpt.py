@@ -86,7 +86,8 @@ def gpt_workload(
         # Of each layer two norms, attention and MLP of two linear layers each, all with biases; a last norm; two embeddings.
         trained_tensors=12 * layers + 2 + 2 + (0 if tied else 2),
         replicated_flop_per_sample=round(_BACKWARD * (elements + head_flop)),
-        update_bytes=2 * _FLOAT_BYTES * width * max(tokens, 0 if split else vocabulary),
+        update_bytes_per_parameter=2 * _FLOAT_BYTES,
+        largest_parameters=width * max(tokens, 0 if split else vocabulary),
         # What every norm reads and gives, with means and deviations; the tokens, as they come and their places; and the logits
         # with what a loss keeps of them.
         replicated_activation_bytes=_FLOAT_BYTES * norms * (2 * normed + 2 * tokens)
@@ -171,6 +172,7 @@ def _attention(name: str, *, width: int, heads: int, kv_heads: int, tokens: int)
         flop_per_unit=_BACKWARD * (2 * tokens * weights + 4 * queries * tokens * tokens * head),
         # Queries, keys and values, what comes out, and the logarithm of the sum of each query's scores.
         unit_activation_bytes=_FLOAT_BYTES * tokens * (inner + outputs + queries),
+        unit_largest=width * inner,
         name=name,
         kind="attention",
         unit="head" if kv_heads == heads else "group of heads",
@@ -185,6 +187,7 @@ def _mlp(name: str, *, width: int, hidden: int, tokens: int) -> Block:
         backward_elements=tokens * width,
         flop_per_unit=_BACKWARD * tokens * (4 * width + 1),
         unit_activation_bytes=2 * _FLOAT_BYTES * tokens,  # before the activation and after it
+        unit_largest=width,
         name=name,
     )
 
@@ -200,6 +203,7 @@ def _vocabulary(name: str, *, vocabulary: int, width: int, tokens: int, row: int
         flop_per_unit=max(1.0, tokens * width / vocabulary) + _BACKWARD * 2 * tokens * width,
         forward_sums=2,
         unit_activation_bytes=2 * _FLOAT_BYTES * tokens,
+        unit_largest=width,
         # The places of the tokens and of the targets, and the logarithm of every sum.
         sample_activation_bytes=3 * _INDEX_BYTES * tokens,
         name=name,

@@ -51,5 +51,6 @@ def linear_pair(
         forward_fraction=forward_counts(sizes, units=units, samples=1).flop / whole,
         unit_activation_bytes=rows * 2 * _FLOAT_BYTES,
         sample_activation_bytes=rows * _FLOAT_BYTES * inputs,
+        unit_largest=max(inputs, outputs),
         name=name,
     )

@@ -26,7 +26,8 @@ _AMOUNTS = (
     "sharded_bytes_per_parameter",
     "replicated_activation_bytes",
     "replicated_frozen_bytes",
-    "update_bytes",
+    "update_bytes_per_parameter",
+    "largest_parameters",
 )
 
 
@@ -52,8 +53,9 @@ class Workload:
             where the optimizer is not sharded. Only of weights outside of blocks.
         micro_batches: the number of micro-batches in which every replica computes its samples; None: as few as memory allows,
             or more where that is faster.
-        update_bytes: what the optimizer needs for a while to update the largest weight outside of blocks; twice its size for
-            Adam.
+        update_bytes_per_parameter: work space of the optimizer for each element of the weight that it is updating: two
+            elements for Adam, 0 for SGD.
+        largest_parameters: elements of the largest trained weight outside of blocks.
         backward_moments: at which moments of a backward pass memory may be fullest: of what the forward pass left behind, the
             part that is still there with the gradients that pass from layer to layer, which may be more than 1; and of the
             gradients of weights the part that is there already. Where a replica computes several micro-batches, those of the
@@ -79,7 +81,8 @@ class Workload:
     sharded_bytes_per_parameter: float = 0.0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
-    update_bytes: float = 0.0
+    update_bytes_per_parameter: float = 0.0
+    largest_parameters: int = 0
     backward_moments: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     trained_tensors: int = 0
     batch_statistics: tuple[int, ...] = ()
@@ -186,6 +189,21 @@ class Workload:
     def unit_state_bytes(self, block: Block) -> float:
         """The same of one unit of a block."""
         return block.unit_parameters * self.state_bytes_per_parameter + 2 * block.unit_frozen_bytes
+
+    @property
+    def replicated_update_bytes(self) -> float:
+        """The optimizer's work space for the largest weight outside of blocks."""
+        return self.largest_parameters * self.update_bytes_per_parameter
+
+    @property
+    def most_update_bytes(self) -> float:
+        """The optimizer's work space for the largest weight of all."""
+        own = (block.units * self.unit_update_bytes(block) for block, _ in self.kinds)
+        return max(self.replicated_update_bytes, *own, 0.0)
+
+    def unit_update_bytes(self, block: Block) -> float:
+        """The same for one unit of the largest weight of a block."""
+        return block.unit_largest * self.update_bytes_per_parameter
 
     @property
     def replicated_gradient_bytes(self) -> int:
