@@ -56,7 +56,7 @@ def test_a_command_is_told_that_a_host_had_too_little(tmp_path: Path) -> None:
 
 
 def test_a_network_that_no_host_holds_is_refused_there_ended_there_and_trains_on_four(tmp_path: Path) -> None:
-    with pytest.raises(MemoryLackError, match="timed finds no room for this network, with one sample at a time: p0 lacks "):
+    with pytest.raises(MemoryLackError, match="there is no room for this network, with one sample at a time: p0 lacks "):
         plan(cluster=holding(1), workload=Workload.mlp(*HELD, samples=HELD_SAMPLES))
     with Lab(holding(1), base_memory=base_memory()) as lab:
         assert lab.run([str(JOB), "hold", str(tmp_path)], timeout_s=PATIENCE_S) != 0

@@ -82,7 +82,7 @@ def test_where_all_processors_have_no_room_another_planner_may_find_some_without
     assert timed.predicted_s <= srpm.predicted_s
     assert set(srpm.left_out) == set(timed.left_out) == {"p2", "p3", "p5", "p7"}
     assert all(size <= dict(zip(cluster.by_name, memory, strict=True))[name] for name, size in timed.memory_bytes.items())
-    with pytest.raises(MemoryLackError, match="timed finds no room"):
+    with pytest.raises(MemoryLackError, match="there is no room"):
         plan("timed", cluster=cluster, workload=replace(workload, state_bytes_per_parameter=5e3))
 
 

@@ -297,13 +297,14 @@ def test_the_error_says_who_lacks_how_much_and_what_would_do() -> None:
     with pytest.raises(MemoryLackError) as caught:
         plan(cluster=cluster, workload=workload)
     told = str(caught.value)
-    assert told.startswith("timed finds no room for 40 samples of this network: p0 lacks ")
+    assert told.startswith("there is no room for 40 samples of this network: p0 lacks ")
     assert set(caught.value.lacking_bytes) == {"p0", "p1", "p2"}
     assert caught.value.lacking_bytes["p0"] == pytest.approx(14_200 + 40 * 5 / 3 - 10_280)
     assert re.search(r"p0 lacks 3\.89 KiB \(it would keep 13\.9 KiB in 10 KiB\)", told)
     assert told.endswith(
         '. It would hold 30 samples; all would fit in micro-batches with batch_norm="local" (each takes its own statistics, as '
-        "in DDP: not exact); all 40 samples would fit with 1 more machine like p0"
+        "in DDP: not exact); all 40 samples would fit with 1 MiB of memory on p0 alone; all 40 samples would fit with 1 more "
+        "machine like p0"
     )
     assert plan(cluster=cluster, workload=replace(workload, batch_statistics=())).left_out == ()
     assert plan(cluster=cluster, workload=workload.with_samples(30)).left_out == ()
@@ -347,7 +348,10 @@ def test_who_cannot_hold_what_all_repeat_is_left_out_by_name() -> None:
     assert result.left_out == ("p2",)
     assert set(result.memory_bytes) == {"p0", "p1"}
     tiny = cluster_of([1.0, 1.0], [10**6, 2 * 10**6])
-    with pytest.raises(MemoryLackError, match=r"whatever it computes, and the largest, p1, has 1\.91 MiB\. Take"):
+    with pytest.raises(
+        MemoryLackError,
+        match=r"whatever it computes, and the largest, p1, has 1\.91 MiB\. All 100 samples would fit with 21 MiB",
+    ):
         plan(cluster=tiny, workload=workload)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tatami.cluster import Cluster, Processor
@@ -13,13 +14,17 @@ from tatami.tiling.left_out import least_bytes
 from tatami.tiling.memory import lacking_bytes, memory_bytes
 from tatami.tiling.planner import AbstractPlanner, layout_of
 from tatami.tiling.room import with_room
-from tatami.units import format_size
+from tatami.tiling.weighted import data_parallel
+from tatami.units import format_duration, format_size
 from tatami.workload import Workload
 
 _SHOWN = 4
 _MOST_TRIED = 256
 """Where there are more processors, what would help is not tried out."""
 _MACHINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_MOST_ENLARGED = 4
+"""The fastest machines for which it is tried what more memory would do."""
+_MIB = 1 << 20
 _PLAIN_SGD_BYTES = 12.0
 """Bytes of state for each trained weight with an optimizer without moments."""
 
@@ -53,7 +58,8 @@ def lack_of_room(
         what = "this network, with one sample at a time"
     elif number > 1:
         what += f" in {number} micro-batches"
-    return MemoryLackError(f"{planner.name} finds no room for {what}: {', '.join(told)}{more}", lacking_bytes=lacking)
+    who = "there is" if planner.chooses_among else f"{planner.name} finds"
+    return MemoryLackError(f"{who} no room for {what}: {', '.join(told)}{more}", lacking_bytes=lacking)
 
 
 def with_remedies(
@@ -74,9 +80,12 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
     if cluster.size > _MOST_TRIED:
         return
 
-    def fits(cluster: Cluster, workload: Workload) -> bool:
+    def held(cluster: Cluster, workload: Workload) -> Layout | None:
         layout = layout_of(planner, cluster=cluster, workload=workload, cost=cost)
-        return with_room(layout, cluster=cluster, workload=workload, cost=cost) is not None
+        return with_room(layout, cluster=cluster, workload=workload, cost=cost)
+
+    def fits(cluster: Cluster, workload: Workload) -> bool:
+        return held(cluster, workload) is not None
 
     if workload.micro_batches is not None and fits(cluster, replace(workload, micro_batches=None)):
         yield "it fits in more micro-batches: leave their number to the planner"
@@ -93,11 +102,39 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
         yield "all samples would fit with an optimizer without moments, such as plain SGD"
     if workload.batch_statistics and fits(cluster, replace(workload, batch_statistics=())):
         yield 'all would fit in micro-batches with batch_norm="local" (each takes its own statistics, as in DDP: not exact)'
+    bought = sorted(_bought(held, cluster=cluster, workload=workload, cost=cost))
+    knows_times = cost.compares_machines(cluster)
+    for predicted_s, what in bought:
+        time = f" ({format_duration(predicted_s, digits=3)} an iteration)" if knows_times else ""
+        yield f"all {workload.samples} samples would fit with {what}{time}"
+
+
+def _bought(
+    held: Callable[[Cluster, Workload], Layout | None], *, cluster: Cluster, workload: Workload, cost: AbstractCost
+) -> Iterator[tuple[float, str]]:
+    """What could be bought, with the predicted seconds of an iteration: more memory for one machine, or more machines."""
+
+    def priced(larger: Cluster, what: str) -> Iterator[tuple[float, str]]:
+        layout = held(larger, workload) if larger.size <= workload.samples else None
+        if layout is not None:
+            yield cost.price(layout, cluster=larger, workload=workload).total, what
+
+    number = min(workload.most_micro_batches, workload.samples) if workload.micro_batches is None else workload.micro_batches
+    fastest = sorted(cluster.processors, key=lambda each: -float(each.speed))[:_MOST_ENLARGED]
+    enlarged = []
+    for each in fastest:
+        alone = cluster.only([each.name])
+        needed = max(memory_bytes(data_parallel(alone.processors).in_micro_batches(number), workload=workload).values())
+        # Whole MiB, so that what is printed is enough.
+        larger = replace(each, memory_bytes=max(each.memory_bytes or 0, math.ceil(needed / _MIB) * _MIB))
+        what = f"{_size(larger.memory_bytes or 0)} of memory on {each.name} alone"
+        enlarged += list(priced(replace(alone, processors=(larger,)), what))
+    yield from sorted(enlarged)[:1]
     for count in _MACHINES:
-        grown = _grown(cluster, count=count)
-        if grown.size <= workload.samples and fits(grown, workload):
-            more = f"{count} more machine{'s' if count > 1 else ''} like {_largest(cluster).name}"
-            yield f"all {workload.samples} samples would fit with {more}"
+        machines = f"{count} more machine{'s' if count > 1 else ''} like {_largest(cluster).name}"
+        found = list(priced(_grown(cluster, count=count), machines))
+        if found:
+            yield from found
             return
 
 

@@ -313,7 +313,7 @@ class _Squeeze:
         # In the optimizer's step there are all gradients, and work space for the largest weight in place of activations.
         room, unit_bytes = self._room - self._beside_gradient_bytes, self._unit_bytes + self._gradient_bytes
         unit_update_bytes = [block.units * workload.unit_update_bytes(block) for block, _ in workload.kinds]
-        self._updated = np.minimum(
+        self._updated: Vector = np.minimum(
             _heights_in(room - workload.replicated_update_bytes, unit_bytes),
             _heights_in(room, unit_bytes + max(unit_update_bytes, default=0.0)),
         ).clip(0.0, 1.0)
@@ -371,7 +371,7 @@ class _Squeeze:
             room = self._room - there * self._beside_gradient_bytes - kept * w * self._beside_bytes
             unit_bytes = self._unit_bytes + there * self._gradient_bytes + kept * w * self._area_bytes
             np.minimum(least, _heights_in(room, unit_bytes), out=least)
-        return np.clip(least, 0.0, 1.0)
+        return np.maximum(least, 0.0)
 
     def _quick(self, widths: Vector, times: Vector) -> Vector:
         """The greatest height that each processor computes in its replica's time."""
