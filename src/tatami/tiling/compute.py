@@ -98,8 +98,9 @@ def compute_s(layout: Layout, *, cluster: Cluster, workload: Workload, flop_per_
     times_s = again * workload.samples * widths * replica_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s
     if cluster.calls_known:
         blocks, by_name = len(workload.blocks), cluster.by_name
+        passes = again * [replica.micro_batches for replica in layout.replicas]
         times_s += [
-            max(calls_s(by_name[name], blocks=blocks, micro_batches=times * replica.micro_batches) for name in replica.processors)
-            for replica, times in zip(layout.replicas, again.tolist(), strict=True)
+            max(calls_s(by_name[name], blocks=blocks, micro_batches=number) for name in replica.processors)
+            for replica, number in zip(layout.replicas, passes.tolist(), strict=True)
         ]
     return float(times_s.max())

@@ -111,7 +111,8 @@ class _Amounts:
             self.works |= sizes > 0
         self.sample_bytes = _sample_bytes(layout, workload)
         self.most_kept = np.full(members, max(kept for kept, _ in workload.backward_moments))
-        self._again = np.repeat([each.recomputes for each in layout.replicas], [len(each.processors) for each in layout.replicas])
+        counts = np.diff(layout.starts, append=members)
+        self._again = np.repeat([replica.recomputes for replica in layout.replicas], counts)
         if self._again.any():
             self.sample_bytes = np.where(self._again, _sample_bytes(layout, workload.recomputing), self.sample_bytes)
             self.most_kept[self._again] = 1.0

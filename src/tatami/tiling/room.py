@@ -27,8 +27,9 @@ def with_room(
     """The cheapest layout of the same processors in the same replicas that memory holds; None where it holds none.
 
     The shares stay where micro-batches alone make room, unless their calls and sums take long. Other shares give less to those
-    with little memory: fewer samples, and where one sample is too much, fewer units. Ranks recompute activations (`Workload.recompute`)
-    where there is no room otherwise, or where that takes clearly less time than micro-batches and other shares.
+    with little memory: fewer samples, and where one sample is too much, fewer units.
+    Ranks recompute activations (`Workload.recompute`) where there is no room otherwise, or where that takes clearly less time
+    than micro-batches and other shares.
 
     Args:
         layout: the shares; its number of micro-batches does not count.
