@@ -41,6 +41,7 @@ def lack_of_room(
     """The processors do not hold the network as the planner lays it, in as many micro-batches as there may be."""
     number = min(workload.most_micro_batches, workload.samples) if workload.micro_batches is None else workload.micro_batches
     layout = layout.in_micro_batches(number)
+    layout = layout.recomputing() if workload.may_recompute else layout
     kept = memory_bytes(layout, workload=workload, cluster=cluster, ranks=ranks)
     lacking = lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks)
     told = [
@@ -53,6 +54,7 @@ def lack_of_room(
         what = "this network, with one sample at a time"
     elif number > 1:
         what += f" in {number} micro-batches"
+    what += ", recomputing all activations" if layout.recomputes else ""
     return MemoryLackError(f"{planner.name} finds no room for {what}: {', '.join(told)}{more}", lacking_bytes=lacking)
 
 
@@ -80,6 +82,9 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
 
     if workload.micro_batches is not None and fits(cluster, replace(workload, micro_batches=None)):
         yield "it fits in more micro-batches: leave their number to the planner"
+        return
+    if workload.recompute is False and fits(cluster, replace(workload, recompute=None)):
+        yield "it fits if activations are recomputed: leave that to the planner"
         return
     low, high = cluster.size - 1, workload.samples
     while high - low > 1:
