@@ -95,7 +95,7 @@ def compute_s(layout: Layout, *, cluster: Cluster, workload: Workload, flop_per_
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = np.array(layout.sample_shares(workload.samples))
     again = repeated(layout, workload=workload)
-    times_s = again * workload.samples * widths * replica_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s
+    times_s = workload.samples * widths * replica_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s * again
     if cluster.calls_known:
         blocks, by_name = len(workload.blocks), cluster.by_name
         passes = again * [replica.micro_batches for replica in layout.replicas]

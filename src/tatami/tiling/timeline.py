@@ -58,7 +58,7 @@ def timeline(
     replicas = [index for index, replica in enumerate(layout.replicas) for _ in replica.processors]
     samples = workload.samples * np.array(layout.sample_shares(workload.samples))[replicas]
     again = repeated(layout, workload=workload)[replicas]
-    compute_s = (again * samples * times / cost.scale(cluster)).tolist()
+    compute_s = (samples * times / cost.scale(cluster) * again).tolist()
     replica_s, statistic_s = replica_sums_s(layout, workload, links), statistics_s(layout, workload, links)
     gradients_s = gradient_sums_s(layout, workload, links)
     found = []
