@@ -911,7 +911,7 @@ class TiledModel(nn.Module):
 
     @property
     def local_work(self) -> float:
-        """`Workload.tile_work` of what this rank computes of the last batch: samples x units where there is one pair."""
+        """`Workload.tile_work` of what this rank computes of the last batch, and recomputes: samples x units of one pair."""
         if self.tile is None:
             return 0.0
         units: list[int] = []
@@ -921,7 +921,8 @@ class TiledModel(nn.Module):
                 units.append(size)
             else:
                 units[-1] += size
-        return self.workload.tile_work(units, samples=self._rank.mine.size)
+        passes = self.workload.passes(recomputes=self._recomputes)
+        return passes * self.workload.tile_work(units, samples=self._rank.mine.size)
 
     @property
     def whole_layout(self) -> Layout | StagedLayout:

@@ -30,7 +30,7 @@ def recommendation(plan: Plan, *, cluster: Cluster, width: int) -> str:
 
 
 def recomputing_words(plan: Plan, *, cluster: Cluster) -> str:
-    """A sentence that says who recomputes activations, and what that costs and saves; empty where nobody does."""
+    """A sentence that says which machines recompute activations, and what that costs and saves; empty where none does."""
     names, layout = plan.layout.recomputes, plan.layout
     if not names:
         return ""
@@ -42,7 +42,7 @@ def recomputing_words(plan: Plan, *, cluster: Cluster) -> str:
         sizes.append(least if least == most else f"{least} to {most}")
     who = listed_machines(names, cluster=cluster)
     verb = "recomputes its" if len(names) == 1 else "recompute their"
-    times = 1 + plan.workload.recomputed_fraction
+    times = plan.workload.passes(recomputes=True)
     return f" {who[0].upper()}{who[1:]} {verb} activations: {times:.2g} x the work, {sizes[0]} in place of {sizes[1]}."
 
 

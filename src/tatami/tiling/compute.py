@@ -41,7 +41,7 @@ def section_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload:
 
 def repeated(layout: Layout, *, workload: Workload) -> NDArray[np.float64]:
     """How often each replica computes its work: more than once where it recomputes activations."""
-    return np.array([1 + workload.recomputed_fraction if replica.recomputes else 1.0 for replica in layout.replicas])
+    return np.array([workload.passes(recomputes=replica.recomputes) for replica in layout.replicas])
 
 
 def scatter(processors: Sequence[Processor]) -> float:

@@ -255,10 +255,10 @@ class Workload:
             recomputation=None,
         )
 
-    @property
-    def recomputed_fraction(self) -> float:
-        """What a rank that recomputes computes more, as a part of its flop; a third where that is not known."""
-        return 1 / 3 if self.recomputation is None else self.recomputation.flop_fraction
+    def passes(self, *, recomputes: bool) -> float:
+        """How often a rank computes its flop: where it recomputes activations, by a third more if their part is not known."""
+        again = 1 / 3 if self.recomputation is None else self.recomputation.flop_fraction
+        return 1 + again if recomputes else 1.0
 
     @cached_property
     def recomputed_kinds(self) -> tuple[tuple[Block, int], ...]:
