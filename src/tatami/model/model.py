@@ -878,7 +878,15 @@ class TiledModel(nn.Module):
         rates = transfer_rates(self.cluster)
         planned = self.layout.cut_blocks(self.workload) or self.tilings
         numbers = [replica.micro_batches for replica in self.layout.replicas]
-        found = traffic_of(planned, workload=self.workload, names=names, hosts=hosts, rates=rates, micro_batches=numbers)
+        found = traffic_of(
+            planned,
+            workload=self.workload,
+            names=names,
+            hosts=hosts,
+            rates=rates,
+            micro_batches=numbers,
+            recomputes=[replica.recomputes for replica in self.layout.replicas],
+        )
         if len(self.tilings) == len(planned):
             return found
         # A block of the workload is several of the network, such as experts, whose gradients travel each by its own tiling.
