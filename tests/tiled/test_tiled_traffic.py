@@ -149,8 +149,8 @@ def test_a_network_without_blocks_is_described(world: World) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", ["gpt-dropout", "gpt", "vit"])
 def test_networks_that_are_followed_are_described(world: World, name: str) -> None:
-    """Attention and MLPs, a GPT of two layers also recomputed. Not so, as yet: blocks whose sums are of several sizes, and losses
-    over a divided vocabulary."""
+    """Attention and MLPs, a GPT of two layers also recomputed. Not so, as yet: blocks whose sums are of several sizes, and
+    losses over a divided vocabulary."""
     case = CASES[name]
     built = build(case)
     (x,) = case.draw(4, torch.Generator().manual_seed(0))
