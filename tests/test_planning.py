@@ -17,7 +17,7 @@ from tatami.errors import InputError, MemoryLackError, PlanError
 from tatami.planning import answers, compared, questions
 from tatami.tiling import PLANNERS, Plan, StagedPlan
 from tatami.train import find_blocks, workload_of
-from tatami.workload import Piece, Workload, gpt_workload
+from tatami.workload import Block, Piece, Workload, gpt_workload
 
 SPEEDS = [1.0, 0.5, 0.25]
 
@@ -133,5 +133,15 @@ def test_the_closed_form_of_a_gpt_is_what_is_found_of_the_examples_network(lette
     )  # fmt: skip
     assert Counter(found.blocks) == Counter(closed.blocks)
     assert closed.backward_moments == ((1.0, 1.0),)
+    assert of_layers(found) == of_layers(closed)
+    assert found.recomputation is not None
+    assert closed.recomputation is not None
+    again = replace(closed.recomputation, layers=found.recomputation.layers)  # their blocks stand in another order
     found = replace(found, blocks=(), pieces=(), backward_moments=closed.backward_moments)
-    assert found == replace(closed, blocks=(), pieces=())
+    assert found == replace(closed, blocks=(), pieces=(), recomputation=again)
+
+
+def of_layers(workload: Workload) -> list[tuple[float, Counter[Block]]]:
+    """What each layer leaves behind beside its units, and its blocks."""
+    layers = () if workload.recomputation is None else workload.recomputation.layers
+    return [(layer.beside_bytes, Counter(workload.blocks[index] for index in layer.blocks)) for layer in layers]

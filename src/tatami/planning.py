@@ -251,6 +251,7 @@ def compared(
     with_stages: bool = False,
     stages: int | None = None,
     micro_batches: int | None = None,
+    recompute: bool | None = None,
 ) -> PlanComparison:
     """The comparison of a workload.
 
@@ -259,6 +260,7 @@ def compared(
         with_stages: whether plans with pipeline stages are among the candidates.
         stages: how many pipeline stages the recommended plan has; 1: none; None: as is fastest.
         micro_batches: in which every replica computes its samples; None: as is fastest.
+        recompute: whether all processors recompute activations, or none; None: those that have too little memory otherwise.
 
     Raises:
         PlanError: as `tatami.tiling.plan` and `plan_stages`; or stages of a network whose pieces are not known.
@@ -268,6 +270,10 @@ def compared(
         if micro_batches > workload.samples:
             raise PlanError(f"{micro_batches} micro-batches are more than the {workload.samples} samples: take at most as many")
         workload = replace(workload, micro_batches=micro_batches)
+    if recompute and (workload.recomputation is None or (stages or 1) > 1):
+        what = "this network has no repeated layers" if workload.recomputation is None else "pipeline stages keep them yet"
+        raise PlanError(f"activations cannot be recomputed: {what}. Leave recomputation out")
+    workload = workload if recompute is None else replace(workload, recompute=recompute)
     if stages is not None and stages > 1 and not workload.pieces:
         raise PlanError(
             "the pieces of this network are not known, so it cannot be cut into stages: leave out the number of stages"
@@ -275,7 +281,7 @@ def compared(
     model = cost if isinstance(cost, AlphaBetaCost) else None
     must_be_staged = stages is not None and stages > 1
     staged = None
-    if must_be_staged or (with_stages and stages is None):
+    if must_be_staged or (with_stages and stages is None and not recompute):
         staged = plan_stages(cluster, workload, stages=stages, cost=model)
         if staged is None and must_be_staged:
             raise MemoryLackError(

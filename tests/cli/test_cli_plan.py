@@ -236,8 +236,8 @@ def test_memory_used_of_memory_given_is_shown(tmp_path: Path) -> None:
     assert many.exit_code == 0, "in micro-batches"
     deep = CliRunner().invoke(app, ["plan", str(file), *GPT, "--layers", "40"])
     assert deep.exit_code == 2
-    told = r"no room for this network, with one sample at a time: p0 lacks .* would fit with \d+ more machines like p1"
-    assert re.search(told, deep.stderr)
+    told = r"with one sample at a time, recomputing all activations: p0 lacks .* would fit with \d+ more machines like p1"
+    assert re.search(f"no room for this network, {told}", deep.stderr)
 
 
 def test_one_planner_is_drawn_in_characters() -> None:

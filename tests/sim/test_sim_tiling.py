@@ -22,7 +22,7 @@ from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
 from tatami.tiling import AlphaBetaCost, Layout, Replica, plan
 from tatami.train import IterationPhase, TiledModel, Trainer, tile
-from tatami.workload import Block, Workload, linear_pair, net_workload
+from tatami.workload import Block, Recomputation, RecomputedLayer, Workload, linear_pair, net_workload
 
 NETTALK = Workload.mlp(203, 80, 26, samples=1024)
 LINK = Link(bandwidth_bytes_per_s=1e8, latency_s=1e-4)
@@ -133,6 +133,19 @@ def test_half_the_bytes_are_priced_as_they_are_simulated(layout: Layout) -> None
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
     whole = rehearsed(job(list(cluster.speeds.values()), layout=layout))
     assert found.bytes_moved < 0.52 * whole.bytes_moved
+
+
+@pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
+def test_what_is_recomputed_is_priced_as_it_is_simulated(layout: Layout) -> None:
+    """The forward pass once more, with its sum over the replica."""
+    layers = (RecomputedLayer(beside_bytes=0.0, blocks=(0,)),)
+    workload = replace(NETTALK, recomputation=Recomputation(kept_bytes=0.0, layers=layers, flop_fraction=0.3))
+    speeds, cost = [1.0] * len(layout.processors), AlphaBetaCost(flop_per_s=100 * MFLOP)
+    free, again = (cost.price(each, cluster=cluster_of(speeds), workload=workload) for each in (layout, layout.recomputing()))
+    assert again.compute == pytest.approx(1.3 * free.compute)
+    assert again.tensor_parallel >= 1.5 * free.tensor_parallel
+    found = rehearsed(job(speeds, layout=layout.recomputing(), workload=workload))
+    assert found.total_s == pytest.approx(again.total, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])

@@ -51,7 +51,8 @@ def check_step(model: TiledModel, x: torch.Tensor, *, cluster: Cluster) -> None:
     rank = model.comm.rank
     workload = model.workload
     tilings = model.tilings if workload.blocks else ()
-    floor = Floor(model.tiling, tilings=tilings, workload=workload, cluster=cluster)
+    again = [replica.recomputes for replica in model.layout.replicas]
+    floor = Floor(model.tiling, tilings=tilings, workload=workload, cluster=cluster, recomputes=again)
     assert floor.traffic == model.traffic
     assert isinstance(model.comm, Recording)
     replica = model._replica.comm
@@ -146,9 +147,10 @@ def test_a_network_without_blocks_is_described(world: World) -> None:
 
 @pytest.mark.threads_only  # each process would follow the network again
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", ["gpt-dropout", "vit"])
+@pytest.mark.parametrize("name", ["gpt-dropout", "gpt", "vit"])
 def test_networks_that_are_followed_are_described(world: World, name: str) -> None:
-    """Attention and MLPs. Not so, as yet: blocks whose sums are of several sizes, and losses over a divided vocabulary."""
+    """Attention and MLPs, a GPT of two layers also recomputed. Not so, as yet: blocks whose sums are of several sizes, and
+    losses over a divided vocabulary."""
     case = CASES[name]
     built = build(case)
     (x,) = case.draw(4, torch.Generator().manual_seed(0))
@@ -156,7 +158,9 @@ def test_networks_that_are_followed_are_described(world: World, name: str) -> No
     hosts = hosts_of(world.size, "apart")
 
     def body(comm: AbstractCommunicator) -> None:
-        for layout in (some_layouts(world.size)[0], some_layouts(world.size)[-1]):
+        layouts = [some_layouts(world.size)[0], some_layouts(world.size)[-1]]
+        layouts += [each.recomputing() for each in layouts if name == "gpt"]
+        for layout in layouts:
             model = tile(
                 built, Placed(comm, hosts=hosts), batch_size=4, speeds="equal", layout=layout, reduction="sum", sample=x
             )

@@ -45,6 +45,12 @@ class PlanJob(NetworkOptions):
     planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Only these planners; may be given again.")] = None
     stages: Annotated[int | None, optional(min=1, help="Number of pipeline stages; 1: none.")] = None
     micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches of every replica.")] = None
+    recompute: Annotated[
+        bool | None,
+        typer.Option(
+            "--recompute/--no-recompute", help="Recompute activations on all machines, or on none.", show_default=False
+        ),
+    ] = None
     vary: Annotated[
         list[str] | None,
         _what_if(metavar="PATH=A,B,...", help="network.bandwidth, processors.NAME.link, ... or samples; may be given again."),
@@ -90,6 +96,7 @@ def plan(job: PlanJob) -> None:
         with_stages=not job.planner,
         stages=job.stages,
         micro_batches=job.micro_batches,
+        recompute=job.recompute,
     )
     plans = found.plans
     if job.plot is not None:
@@ -127,6 +134,7 @@ def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict
         "replicas": [[tile.processor for tile in replica] for replica in replicas],
         "samples": [replica[0].samples.size for replica in replicas],
         "micro_batches": [replica.micro_batches for replica in plan.layout.replicas],
+        "recomputes": list(plan.layout.recomputes),
         "units": [[tile.units.size for tile in replica] for replica in replicas],
         "t_comm": plan.t_comm,
         "predicted_s": plan.predicted_s,

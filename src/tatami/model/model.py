@@ -56,6 +56,7 @@ from tatami.runtime.overlapped_sums import OverlappedSums, may_overlap
 from tatami.runtime.owner_sums import OwnerSums
 from tatami.runtime.phases import IterationPhase, Phases
 from tatami.runtime.placement import Placement, largest, place
+from tatami.runtime.recomputed_layers import RecomputedForward
 from tatami.runtime.recomputing import Restore, recomputable, watch_checkpoints
 from tatami.runtime.row_messages import counted_from, units_of
 from tatami.runtime.rows import ONE_EACH, Rows, UnitRuns, cut_units_of, tensor_of
@@ -71,6 +72,7 @@ from tatami.same_steps import optimizers_of, refuse_other_steps, steps_of, watch
 from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
 from tatami.stages.stand_in import StandIn
 from tatami.tiling import Layout, Span, StagedLayout, Tile, Tiling, Traffic, spans, traffic_of
+from tatami.tiling.recomputing import refuse_recomputation
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import gradient_sums, riding_elements, sums_statistics
 from tatami.workload import Workload, as_probed
@@ -182,6 +184,7 @@ class TiledModel(nn.Module):
         stage: ModelStage | None = None,
         staged: StagedNetwork | None = None,
         shard_fractions: Sequence[float] | None = None,
+        recompute: bool | None = None,
     ) -> None:
         super().__init__()
         self._plain = tuple(map(weakref.ref, plain.parameters())) if isinstance(plain, nn.Module) else ()
@@ -198,7 +201,7 @@ class TiledModel(nn.Module):
         self.phases = phases
         self.link_times = LinkTimes(phases.clock)
         self.generator = generator
-        self._shard_fractions = shard_fractions
+        self._shard_fractions, self._recompute = shard_fractions, recompute
         self.draws = draws
         self._deferred = DeferredPasses()
         self._part = 0
@@ -241,7 +244,7 @@ class TiledModel(nn.Module):
             local_statistics=self._has_local_statistics,
             sharded_optimizer=self._shard_fractions is not None,
         )
-        workload = as_probed(work, self.cluster)
+        workload = replace(as_probed(work, self.cluster), recompute=self._recompute)
         return Seat(
             stage=stage,
             found=found,
@@ -875,7 +878,15 @@ class TiledModel(nn.Module):
         rates = transfer_rates(self.cluster)
         planned = self.layout.cut_blocks(self.workload) or self.tilings
         numbers = [replica.micro_batches for replica in self.layout.replicas]
-        found = traffic_of(planned, workload=self.workload, names=names, hosts=hosts, rates=rates, micro_batches=numbers)
+        found = traffic_of(
+            planned,
+            workload=self.workload,
+            names=names,
+            hosts=hosts,
+            rates=rates,
+            micro_batches=numbers,
+            recomputes=[replica.recomputes for replica in self.layout.replicas],
+        )
         if len(self.tilings) == len(planned):
             return found
         # A block of the workload is several of the network, such as experts, whose gradients travel each by its own tiling.
@@ -908,7 +919,7 @@ class TiledModel(nn.Module):
 
     @property
     def local_work(self) -> float:
-        """`Workload.tile_work` of what this rank computes of the last batch: samples x units where there is one pair."""
+        """`Workload.tile_work` of what this rank computes of the last batch, and recomputes: samples x units of one pair."""
         if self.tile is None:
             return 0.0
         units: list[int] = []
@@ -918,7 +929,8 @@ class TiledModel(nn.Module):
                 units.append(size)
             else:
                 units[-1] += size
-        return self.workload.tile_work(units, samples=self._rank.mine.size)
+        passes = self.workload.passes(recomputes=self._recomputes)
+        return passes * self.workload.tile_work(units, samples=self._rank.mine.size)
 
     @property
     def whole_layout(self) -> Layout | StagedLayout:
@@ -952,6 +964,8 @@ class TiledModel(nn.Module):
         self._rank.stands_in = False
         tile = self.tile
         self._rank.index = tile.replica if tile is not None else None
+        # Without a tile it takes part in batch statistics, which all sum once more or none.
+        self._recomputes = bool(self.layout.recomputes) if tile is None else self.layout.replicas[tile.replica].recomputes
         self._rank.speaks = tile is not None and self.tiling.replicas[tile.replica][0].processor == self.name
         self._rank.replicas = len(self.tiling.replicas)
         self._rank.sums_statistics = sums_statistics(
@@ -981,8 +995,8 @@ class TiledModel(nn.Module):
         """See `place`; the model stays as it is. Collective.
 
         Raises:
-            PlanError: as `place`; micro-batches of a network with batch normalization; replicas of several ranks with a sharded
-                optimizer.
+            PlanError: as `place` and `refuse_recomputation`; micro-batches of a network with batch normalization; replicas of
+                several ranks with a sharded optimizer.
         """
         if self._shard_fractions is not None and any(len(replica.processors) > 1 for replica in layout.replicas):
             raise PlanError(
@@ -994,6 +1008,7 @@ class TiledModel(nn.Module):
                 "the layout has micro-batches, and batch normalization takes the statistics of the whole batch. Use a layout "
                 "with one micro-batch for each replica"
             )
+        refuse_recomputation(layout, workload=workload)
         cluster = self.cluster if stage is None else self.cluster.only(_names_of(stage, self.names))
         comm = self.comm if stage is None else stage.comm
         return place(layout, comm, cluster=cluster, workload=workload, blocks=found.blocks)
@@ -1047,6 +1062,9 @@ class TiledModel(nn.Module):
                 layer.__dict__["forward"] = WholeDropout(layer, context=context, samples_axis=axis or 0, orders=orders)
             elif isinstance(layer, BATCH_NORMS) and not self._is_alone:
                 layer.__dict__["forward"] = WholeBatchNorm(layer, name=name, context=context)
+        for name in self.found.layers if self.stage is None else ():
+            layer = whole.get_submodule(name)
+            layer.__dict__["forward"] = RecomputedForward(layer, is_on=lambda: self._recomputes)
 
     def _settings_of(self, module: nn.Module) -> ModuleSettings:
         partial: dict[str, frozenset[str]] = {}

@@ -65,6 +65,7 @@ def tile(
     layout: Layout | StagedLayout | None = None,
     stages: int | None = None,
     micro_batches: int | None = None,
+    recompute: bool | None = None,
     sharded_optimizer: bool = False,
     cost: AbstractCost | None = None,
     reduction: LossReduction | None = None,
@@ -98,6 +99,9 @@ def tile(
         stages: into how many pipeline stages each replica is divided (docs/stages.md): 1 for none; None: as many as are
             predicted to be fastest, where a sample is given.
         micro_batches: in how many parts each replica computes its samples, one after another; None: the planner's choice.
+        recompute: whether ranks keep only the inputs of the network's repeated layers, and compute their other activations once
+            more in the backward pass (docs/networks.md, Memory): True: all; False: none; None: those that the plan chose
+            because they lack memory. Not with pipeline stages yet.
         sharded_optimizer: each rank updates a shard of the weights and keeps the optimizer's state of that shard alone, a share
             by memory and speed; the others are sent its weights (ZeRO; docs/training.md). Replicas then have one rank each.
         cost: what the planner minimises; None for the planner's own choice.
@@ -140,6 +144,7 @@ def tile(
         raise InputError(f"give tatami.tile a layout or a number of stages, not both; the layout is {layout.to_json()}")
     if layout is not None and micro_batches is not None:
         layout = layout.in_micro_batches(micro_batches)
+    layout = _asked_to_recompute(layout, recompute, stages=stages)
     with _setting_up(comm):  # the first meeting after each has made or loaded its network
         target = settle_devices(comm, device, model=plain, random=random)
     cluster = _given(speeds, comm)
@@ -157,6 +162,7 @@ def tile(
         "layout": layout,
         "stages": stages,
         "micro_batches": micro_batches,
+        "recompute": recompute,
         "sharded_optimizer": sharded_optimizer,
     }
     # An elastic run may begin, or begin again, with fewer ranks than stages, as one that joins it does.
@@ -214,6 +220,12 @@ def tile(
         can_be = can_be and all(comm.allgather_object(target.type == "cpu"))  # all ranks decide alike
         if asks_stages or (is_free and can_be):
             network = _recorded(whole, found, sample, random=random, is_needed=asks_stages, fewest=stages or 1)
+        workload = replace(workload, recompute=recompute)
+        if recompute and workload.recomputation is None:
+            raise InputError(
+                "recompute=True needs a network with repeated layers that can be computed once more, and this one has none "
+                "(docs/networks.md, Memory): leave recompute out, or give tatami.tile a sample if it has none"
+            )
         pieces = () if network is None else network.pieces_with(found, workload.blocks)
         workload = replace(as_probed(workload, cluster), micro_batches=micro_batches, pieces=pieces)
         planned: Plan | StagedPlan | None = None
@@ -290,10 +302,28 @@ def tile(
         stage=stage,
         staged=staged,
         shard_fractions=[shares.get(each.name, 0.0) for each in cluster.processors] if sharded_optimizer else None,
+        recompute=recompute,
     )
     if is_made_here:
         gc.collect()  # torch.export leaves cycles behind that hold the whole weights until Python happens to look for them
     return tiled
+
+
+def _asked_to_recompute(
+    layout: Layout | StagedLayout | None, recompute: bool | None, *, stages: int | None
+) -> Layout | StagedLayout | None:
+    """The layout that was given, as far as any was, with what was asked for.
+
+    Raises:
+        InputError: recomputation was asked for with pipeline stages, or a layout has it that was not to.
+    """
+    if recompute and (isinstance(layout, StagedLayout) or (stages or 1) > 1):
+        raise InputError("recompute=True does not work with pipeline stages yet: give stages=1, or leave recompute out")
+    if not isinstance(layout, Layout):
+        return layout
+    if recompute is False and layout.recomputes:
+        raise InputError(f"recompute=False, and the layout has {layout.recomputes[0]} recompute: leave one of them out")
+    return layout.recomputing() if recompute else layout
 
 
 def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayout | None, *, asks_stages: bool) -> None:
@@ -424,7 +454,9 @@ def _told(planned: Plan | StagedPlan) -> str:
     replicas = " | ".join(_few([" ".join(_few(replica.processors)) for replica in planned.layout.replicas]))
     widths = " + ".join(_few([str(replica[0].samples.size) for replica in planned.tiling.replicas]))
     left_out = f"; left out: {', '.join(planned.left_out)}" if planned.left_out else ""
-    rounded = f"; sums travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
+    again = planned.layout.recomputes
+    rounded = f"; recomputing activations: {', '.join(_few(again))}" if again else ""
+    rounded += f"; sums travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
     return (
         f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{replicas}], "
         f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}{rounded}"

@@ -25,7 +25,7 @@ from tatami.partition.tracing.settings import has_hooks
 from tatami.partition.tracing.tracing import Followed, cut_names, follow_modules
 from tatami.runtime.rows import TiledBlock
 from tatami.stages.stand_in import StandIn
-from tatami.workload import Block, Workload
+from tatami.workload import Block, Recomputation, RecomputedLayer, Workload
 
 _COPIES = 5
 """A weight, its gradient, two moments of Adam, and the Trainer's copy of the last good weight."""
@@ -73,6 +73,17 @@ class Blocks:
             if inner in self.captured.normalizes and type(module) not in BATCH_NORMS:
                 return False
         return True
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers that can be computed once more: not those inside of a module that runs a program of its own.
+
+        All where activations are recomputed, or none; none where the network was not seen on a sample.
+        """
+        closed = {*self.followed, *(name for part in self.parts for name in part.closed)}
+        known = () if self.captured is None else self.captured.layers
+        found = tuple(name for name in known if not _lies_in(name, closed - {name}))
+        return found if len(found) > 1 else ()
 
     def of_followed(self, name: str) -> range:
         """Which of `blocks` are those of a followed module, in its own order."""
@@ -365,10 +376,32 @@ def workload_of(
         update_bytes_per_parameter=_UPDATE_COPIES * element_bytes,
         largest_parameters=max((parameter.numel() for parameter in replicated), default=0),
         backward_moments=((1.0, 1.0),) if found.captured is None else tuple(found.captured.backward_moments),
+        recomputation=_recomputation(found, blocks),
         # Whatever the pass kept, and no unit owns.
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
         replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + _statistics_bytes(model),
         batch_statistics=() if local_statistics else _batch_statistics(model, found.captured),
+    )
+
+
+def _recomputation(found: Blocks, blocks: Sequence[Block]) -> Recomputation | None:
+    """What stays where the layers are computed once more; None where there are no layers for that."""
+    captured, names = found.captured, found.layers
+    if captured is None or not names:
+        return None
+    kept = {name: captured.layers[name] for name in names}
+    inside = {name: tuple(index for index, each in enumerate(blocks) if _lies_in(each.name, {name})) for name in names}
+    placed = {index for own in inside.values() for index in own}
+    units_bytes = [each.units * each.unit_activation_bytes for each in blocks]
+    outside_bytes = captured.kept_bytes - sum(each.own_bytes for each in kept.values())
+    outside_bytes -= sum(size for index, size in enumerate(units_bytes) if index not in placed)
+    return Recomputation(
+        kept_bytes=max(0.0, outside_bytes) + sum(each.input_bytes for each in kept.values()),
+        layers=tuple(
+            RecomputedLayer(beside_bytes=max(0.0, kept[name].own_bytes - sum(units_bytes[index] for index in own)), blocks=own)
+            for name, own in inside.items()
+        ),
+        flop_fraction=sum(captured.flop.get(name, 0.0) for name in names) / max(1.0, 3 * captured.forward_flop),
     )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tatami.cluster import Cluster
 from tatami.report.machines import display_names
 from tatami.report.obstacles import obstacles
 from tatami.report.tables import Table, table_of
 from tatami.report.words import percent, wrapped
-from tatami.tiling import DEFAULT_PLANNER, Plan, PlanLimits, StagedPlan
+from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, PlanLimits, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
 from tatami.tiling.left_out import Reason
-from tatami.units import format_duration, format_speed
+from tatami.tiling.memory import memory_bytes
+from tatami.units import format_duration, format_size, format_speed
 
 _MOST_NAMED = 4
 _MOST_IDLE = 8
@@ -24,7 +26,24 @@ def recommendation(plan: Plan, *, cluster: Cluster, width: int) -> str:
     """The recommended plan in words, and who has no part in it, in lines of at most `width` characters."""
     words = plan_words(plan, cluster=cluster)
     idle = without_work(plan.layout.processors, cluster=cluster, reasons=plan.reasons)
-    return wrapped(f"Recommended: {words}.{idle}", width=width)
+    return wrapped(f"Recommended: {words}.{recomputing_words(plan, cluster=cluster)}{idle}", width=width)
+
+
+def recomputing_words(plan: Plan, *, cluster: Cluster) -> str:
+    """A sentence that says which machines recompute activations, and what that costs and saves; empty where none does."""
+    names, layout = plan.layout.recomputes, plan.layout
+    if not names:
+        return ""
+    keeping = Layout(replicas=tuple(replace(each, recomputes=False) for each in layout.replicas))
+    otherwise = memory_bytes(keeping, workload=plan.workload, cluster=cluster.only(layout.processors))
+    sizes = []
+    for found in (plan.memory_bytes, otherwise):
+        least, most = (format_size(round(choose(found[name] for name in names)), digits=3) for choose in (min, max))
+        sizes.append(least if least == most else f"{least} to {most}")
+    who = listed_machines(names, cluster=cluster)
+    verb = "recomputes its" if len(names) == 1 else "recompute their"
+    times = plan.workload.passes(recomputes=True)
+    return f" {who[0].upper()}{who[1:]} {verb} activations: {times:.2g} x the work, {sizes[0]} in place of {sizes[1]}."
 
 
 def without_work(placed: Sequence[str], *, cluster: Cluster, reasons: Mapping[str, Reason] | None = None) -> str:
@@ -148,7 +167,7 @@ def is_same(one: Plan, other: Plan) -> bool:
         return True
     shares = [
         {
-            tile.processor: (tile.samples.size, tile.units.size, own.micro_batches)
+            tile.processor: (tile.samples.size, tile.units.size, own.micro_batches, own.recomputes)
             for own, replica in zip(plan.layout.replicas, plan.tiling.replicas, strict=True)
             for tile in replica
         }

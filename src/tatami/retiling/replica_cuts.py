@@ -43,22 +43,24 @@ def forecast(layout: Layout, *, workload: Workload, speeds: Mapping[str, float])
     """Work over speed, block by block, in whole samples and units."""
     slowest, of_each = 0.0, []
     for replica, samples in zip(layout.replicas, layout.sample_sizes(workload.samples), strict=True):
-        works = [[samples * section.work(size) for size in replica.unit_sizes(section.units)] for section in workload.sections]
+        times = samples * workload.passes(recomputes=replica.recomputes)
+        works = [[times * section.work(size) for size in replica.unit_sizes(section.units)] for section in workload.sections]
         sizes = [sum(own) / workload.work_flop for own in zip(*works, strict=True)]
         rates = [speed_at(speeds[name], size) for name, size in zip(replica.processors, sizes, strict=True)]
-        times = [[work / rate for work, rate in zip(own, rates, strict=True)] for own in works]
-        slowest = max(slowest, sum(map(max, times)))
-        of_each += [spent for spent in map(sum, zip(*times, strict=True)) if spent]
+        spent_s = [[work / rate for work, rate in zip(own, rates, strict=True)] for own in works]
+        slowest = max(slowest, sum(map(max, spent_s)))
+        of_each += [spent for spent in map(sum, zip(*spent_s, strict=True)) if spent]
     return Forecast(ratio=min(of_each) / max(of_each), slowest=slowest)
 
 
 def works_of(layout: Layout, *, workload: Workload) -> dict[str, float]:
-    """`Workload.tile_work` of every processor that has a tile."""
+    """`Workload.tile_work` of every processor that has a tile, with what it recomputes."""
     works = {}
     for replica, samples in zip(layout.replicas, layout.sample_sizes(workload.samples), strict=True):
         sizes = [replica.unit_sizes(block.units) for block in workload.blocks]
         for place, name in enumerate(replica.processors):
-            works[name] = workload.tile_work([size[place] for size in sizes], samples=samples)
+            work = workload.tile_work([size[place] for size in sizes], samples=samples)
+            works[name] = work * workload.passes(recomputes=replica.recomputes)
     return works
 
 

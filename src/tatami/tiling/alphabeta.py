@@ -57,6 +57,8 @@ class AlphaBetaCost(AbstractCost):
       one round where C = 2, otherwise two; the processor that takes longest counts. Where bytes cost some processors more
       than others, those sum less (`summing_shares`). Gradients of layers outside of blocks ride along, or are summed by all.
 
+    A replica that recomputes has the forward pass of its layers, with its sums, twice.
+
     A replica of several micro-batches has the calls and the sums inside of it once for each, over fewer samples; gradients are
     summed across replicas once.
 
@@ -127,6 +129,11 @@ def _tensor_parallel_s(replica: Replica, width: float, workload: Workload, links
         for block, count in workload.kinds
         for elements, sums in block.replica_sums
     ]
+    sizes += [
+        (micro_batches * count * sums, width * workload.samples * elements / sums / micro_batches)
+        for block, count in (workload.recomputed_kinds if replica.recomputes else ())
+        for elements, sums in block.replica_sums[:1]
+    ]
     return sums_s(algorithm, names, sizes, workload, links)
 
 
@@ -138,7 +145,8 @@ def statistics_s(layout: Layout, workload: Workload, links: SlowestLink) -> floa
     ):
         return 0.0
     algorithm = sum_algorithm([links.host[name] for name in names])
-    sizes = [(2 * count, float(elements)) for elements, count in Counter(workload.batch_statistics).items()]
+    times = 3 if layout.recomputes else 2
+    sizes = [(times * count, float(elements)) for elements, count in Counter(workload.batch_statistics).items()]
     return sums_s(algorithm, names, sizes, workload, links, element_bytes=STATISTICS_BYTES)
 
 

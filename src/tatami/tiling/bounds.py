@@ -60,11 +60,13 @@ def volume_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> flo
     for replica, width in zip(layout.replicas, layout.sample_shares(workload.samples), strict=True):
         members = len(replica.processors)
         algorithm = sum_algorithm([cluster.host_of[name] for name in replica.processors])
-        for block, count in workload.kinds:
-            for elements, sums in block.replica_sums:
-                size = width * workload.samples * elements / sums / replica.micro_batches
-                one = sum_size(algorithm, members=members, size=size, element_bytes=workload.wire_bytes)
-                sent += replica.micro_batches * count * sums * members * one.share * size
+        ways = [(count, way) for block, count in workload.kinds for way in block.replica_sums]
+        if replica.recomputes:
+            ways += [(count, way) for block, count in workload.recomputed_kinds for way in block.replica_sums[:1]]
+        for count, (elements, sums) in ways:
+            size = width * workload.samples * elements / sums / replica.micro_batches
+            one = sum_size(algorithm, members=members, size=size, element_bytes=workload.wire_bytes)
+            sent += replica.micro_batches * count * sums * members * one.share * size
     sent += 2 * (len(layout.replicas) - 1) * workload.gradient_elements
     return sent * workload.wire_bytes
 

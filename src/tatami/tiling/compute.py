@@ -39,6 +39,11 @@ def section_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload:
         yield flop / own
 
 
+def repeated(layout: Layout, *, workload: Workload) -> NDArray[np.float64]:
+    """How often each replica computes its work: more than once where it recomputes activations."""
+    return np.array([workload.passes(recomputes=replica.recomputes) for replica in layout.replicas])
+
+
 def scatter(processors: Sequence[Processor]) -> float:
     """How much longer noisy ranks take that all wait for the slowest, relative to one alone; 0 where nothing is known.
 
@@ -65,7 +70,7 @@ def _deviation(processors: Sequence[Processor]) -> float | None:
     return fmean(spreads) / _RANGE if spreads else None
 
 
-def calls_s(processor: Processor, *, blocks: int, micro_batches: int = 1) -> float:
+def calls_s(processor: Processor, *, blocks: int, micro_batches: float = 1) -> float:
     """What the calls of an iteration over so many blocks cost a processor, however small its tiles are: for every micro-batch
     those of the blocks, and once those of the iteration."""
     return processor.step_s + micro_batches * blocks * processor.call_s
@@ -89,11 +94,13 @@ def compute_s(layout: Layout, *, cluster: Cluster, workload: Workload, flop_per_
     if cluster.sized:
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = np.array(layout.sample_shares(workload.samples))
-    times_s = workload.samples * widths * replica_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s
+    again = repeated(layout, workload=workload)
+    times_s = workload.samples * widths * replica_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s * again
     if cluster.calls_known:
         blocks, by_name = len(workload.blocks), cluster.by_name
+        passes = again * [replica.micro_batches for replica in layout.replicas]
         times_s += [
-            max(calls_s(by_name[name], blocks=blocks, micro_batches=replica.micro_batches) for name in replica.processors)
-            for replica in layout.replicas
+            max(calls_s(by_name[name], blocks=blocks, micro_batches=number) for name in replica.processors)
+            for replica, number in zip(layout.replicas, passes.tolist(), strict=True)
         ]
     return float(times_s.max())

@@ -46,6 +46,7 @@ def lack_of_room(
     """The processors do not hold the network as the planner lays it, in as many micro-batches as there may be."""
     number = min(workload.most_micro_batches, workload.samples) if workload.micro_batches is None else workload.micro_batches
     layout = layout.in_micro_batches(number)
+    layout = layout.recomputing() if workload.may_recompute else layout
     kept = memory_bytes(layout, workload=workload, cluster=cluster, ranks=ranks)
     lacking = lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks)
     told = [
@@ -58,6 +59,7 @@ def lack_of_room(
         what = "this network, with one sample at a time"
     elif number > 1:
         what += f" in {number} micro-batches"
+    what += ", recomputing all activations" if layout.recomputes else ""
     who = "there is" if planner.chooses_among else f"{planner.name} finds"
     return MemoryLackError(f"{who} no room for {what}: {', '.join(told)}{more}", lacking_bytes=lacking)
 
@@ -89,6 +91,9 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
 
     if workload.micro_batches is not None and fits(cluster, replace(workload, micro_batches=None)):
         yield "it fits in more micro-batches: leave their number to the planner"
+        return
+    if workload.recompute is False and fits(cluster, replace(workload, recompute=None)):
+        yield "it fits if activations are recomputed: leave that to the planner"
         return
     low, high = cluster.size - 1, workload.samples
     while high - low > 1:
@@ -124,7 +129,9 @@ def _bought(
     enlarged = []
     for each in fastest:
         alone = cluster.only([each.name])
-        needed = max(memory_bytes(data_parallel(alone.processors).in_micro_batches(number), workload=workload).values())
+        layout = data_parallel(alone.processors).in_micro_batches(number)
+        layout = layout.recomputing() if workload.may_recompute else layout
+        needed = max(memory_bytes(layout, workload=workload).values())
         # Whole MiB, so that what is printed is enough.
         larger = replace(each, memory_bytes=max(each.memory_bytes or 0, math.ceil(needed / _MIB) * _MIB))
         what = f"{_size(larger.memory_bytes or 0)} of memory on {each.name} alone"

@@ -38,12 +38,15 @@ class Replica:
         heights: each processor's fraction of the units; they sum to 1.
         micro_batches: the number of parts, as equal as possible, in which the replica computes its samples one after another,
             so that only the activations of one part are in memory. Gradients are summed across replicas once for all parts.
+        recomputes: whether its ranks keep only the inputs of the network's layers, and compute the rest of their activations
+            once more in the backward pass.
     """
 
     width: float
     processors: tuple[str, ...]
     heights: tuple[float, ...]
     micro_batches: int = 1
+    recomputes: bool = False
     _sizes: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,14 +64,24 @@ class Replica:
 
     def as_wide_as(self, width: float) -> Replica:
         """The same processors at the same heights with another `width`, a fraction of the samples."""
-        return self._with(width, self.micro_batches)
+        return self._with(width, self.micro_batches, self.recomputes)
 
     def in_micro_batches(self, number: int) -> Replica:
         """The same replica with another number of `micro_batches`."""
-        return self._with(self.width, number)
+        return self._with(self.width, number, self.recomputes)
 
-    def _with(self, width: float, micro_batches: int) -> Replica:
-        replica = Replica(width=width, processors=self.processors, heights=self.heights, micro_batches=micro_batches)
+    def recomputing(self) -> Replica:
+        """The same replica, whose ranks recompute their activations."""
+        return self._with(self.width, self.micro_batches, True)
+
+    def _with(self, width: float, micro_batches: int, recomputes: bool) -> Replica:
+        replica = Replica(
+            width=width,
+            processors=self.processors,
+            heights=self.heights,
+            micro_batches=micro_batches,
+            recomputes=recomputes,
+        )
         replica._sizes.update(self._sizes)  # they depend on the heights alone
         return replica
 
@@ -203,6 +216,20 @@ class Layout:
             return self
         return Layout(replicas=tuple(replica.in_micro_batches(number) for replica in self.replicas))
 
+    @cached_property
+    def recomputes(self) -> tuple[str, ...]:
+        """The processors that recompute their activations."""
+        return tuple(chain.from_iterable(replica.processors for replica in self.replicas if replica.recomputes))
+
+    def recomputing(self, names: Iterable[str] | None = None) -> Layout:
+        """The same shares, where the replicas of these processors recompute their activations; None: all replicas."""
+        chosen = set(self.processors if names is None else names)
+        replicas = tuple(
+            replica.recomputing() if not replica.recomputes and chosen.intersection(replica.processors) else replica
+            for replica in self.replicas
+        )
+        return self if replicas == self.replicas else Layout(replicas=replicas)
+
     def sample_sizes(self, samples: int) -> tuple[int, ...]:
         """How many of a batch's `samples` each replica has: `whole_shares`."""
         sizes = self._samples.get(samples)
@@ -265,6 +292,7 @@ class Layout:
                 "processors": list(replica.processors),
                 "heights": list(replica.heights),
                 "micro_batches": replica.micro_batches,
+                **({"recomputes": True} if replica.recomputes else {}),
             }
             for replica in self.replicas
         ]
@@ -272,7 +300,8 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """Read what `to_json` wrote; replicas without a number of micro-batches have one, and may be called columns.
+        """Read what `to_json` wrote; replicas without a number of micro-batches have one, and do not recompute
+        unless they say so; they may be called columns.
 
         Raises:
             PlanError: not JSON, a key is missing, or invalid shares.
@@ -293,6 +322,7 @@ class Layout:
                         processors=tuple(map(str, replica["processors"])),
                         heights=tuple(map(float, replica["heights"])),
                         micro_batches=int(replica.get("micro_batches", 1)),
+                        recomputes=bool(replica.get("recomputes", False)),
                     )
                     for replica in raw["replicas" if "replicas" in raw else "columns"]
                 )

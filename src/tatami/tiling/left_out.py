@@ -91,6 +91,7 @@ def _why(reason: Reason, names: list[str], *, cluster: Cluster, workload: Worklo
 
 def least_bytes(workload: Workload) -> float:
     """What a processor keeps that has one sample and one unit of the smallest block."""
+    workload = workload.recomputing if workload.may_recompute else workload
     units = [
         workload.unit_state_bytes(block) + block.unit_activation_bytes + block.sample_activation_bytes
         for block in workload.blocks

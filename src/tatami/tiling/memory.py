@@ -41,7 +41,8 @@ def memory_bytes(
     what passes: at some moment of the backward pass (`Workload.backward_moments`) gradients, and what the samples of its
     largest micro-batch left behind in the forward pass; or, when all gradients are there, the memory in which the optimizer
     computes the update of the largest weight. A loop that keeps gradients from one iteration to the next, as
-    `zero_grad(set_to_none=False)` does, has all of them there all along, and may need as much more.
+    `zero_grad(set_to_none=False)` does, has all of them there all along, and may need as much more. Where a replica recomputes
+    its activations they are those of `Workload.recomputing`.
 
     Args:
         layout: who has how much.
@@ -92,6 +93,7 @@ class _Amounts:
         gradient_bytes: when the backward pass is over.
         update_bytes: for a while in the optimizer's step, when activations are gone.
         sample_bytes: for each sample of a micro-batch, between forward and backward pass.
+        most_kept: the most that is there of these at any moment of the backward pass, as a part of them.
         works: whether they have units.
     """
 
@@ -101,7 +103,6 @@ class _Amounts:
         members = len(layout.processors)
         self.lasting_bytes = np.full(members, float(workload.replicated_state_bytes + messages.replicated_bytes))
         self.gradient_bytes = np.full(members, float(workload.replicated_gradient_bytes))
-        self.sample_bytes = np.full(members, float(workload.replicated_activation_bytes))
         self.update_bytes = np.full(members, float(workload.replicated_update_bytes))
         self.works = np.full(members, not workload.blocks)
         for block, count in workload.kinds:
@@ -110,9 +111,14 @@ class _Amounts:
             self.lasting_bytes += count * (sizes * workload.unit_state_bytes(block) + sent_bytes)
             self.gradient_bytes += count * sizes * workload.unit_gradient_bytes(block)
             np.maximum(self.update_bytes, sizes * workload.unit_update_bytes(block), out=self.update_bytes)
-            beside_bytes = np.where(sizes > 0, block.sample_activation_bytes, 0.0)
-            self.sample_bytes += count * (sizes * block.unit_activation_bytes + beside_bytes)
             self.works |= sizes > 0
+        self.sample_bytes = _sample_bytes(layout, workload)
+        self.most_kept = np.full(members, max(kept for kept, _ in workload.backward_moments))
+        counts = np.diff(layout.starts, append=members)
+        self._again = np.repeat([replica.recomputes for replica in layout.replicas], counts)
+        if self._again.any():
+            self.sample_bytes = np.where(self._again, _sample_bytes(layout, workload.recomputing), self.sample_bytes)
+            self.most_kept[self._again] = 1.0
         self.lasting_bytes -= self.gradient_bytes
 
     def passing_bytes(self, samples: NDArray[np.int64], *, is_whole: NDArray[np.bool_]) -> Vector:
@@ -124,18 +130,31 @@ class _Amounts:
         """
         kept_bytes = samples * self.sample_bytes
         moments = [kept * kept_bytes + there * self.gradient_bytes for kept, there in self._workload.backward_moments]
-        most_kept = max(kept for kept, _ in self._workload.backward_moments)
-        fullest = np.where(is_whole, np.max(moments, axis=0), most_kept * kept_bytes + self.gradient_bytes)
+        in_parts = self.most_kept * kept_bytes + self.gradient_bytes
+        fullest = np.where(is_whole & ~self._again, np.max(moments, axis=0), in_parts)
         # Activations are gone when the optimizer needs memory.
         passing_bytes: Vector = np.maximum(fullest, self.gradient_bytes + self.update_bytes)
         return passing_bytes
 
 
+def _sample_bytes(layout: Layout, workload: Workload) -> Vector:
+    """What each processor keeps of a sample between forward and backward pass."""
+    found = np.full(len(layout.processors), float(workload.replicated_activation_bytes))
+    for block, count in workload.kinds:
+        sizes = layout.unit_sizes(block.units)
+        beside_bytes = np.where(sizes > 0, block.sample_activation_bytes, 0.0)
+        found += count * (sizes * block.unit_activation_bytes + beside_bytes)
+    return found
+
+
 def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> Layout | None:
     """The same shares in as few micro-batches as every replica's memory allows; None where one sample at a time is too much.
 
-    `Workload.micro_batches` and networks that allow only one (`Workload.most_micro_batches`) are kept to.
+    `Workload.micro_batches` and networks that allow only one (`Workload.most_micro_batches`) are kept to, and so is
+    `Workload.recompute` where it is true.
     """
+    if workload.recompute:
+        layout = layout.recomputing()
     if workload.micro_batches is not None:
         layout = layout.in_micro_batches(workload.micro_batches)
         return None if lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks) else layout
@@ -153,7 +172,7 @@ def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workl
     tight = works & (amounts.passing_bytes(own, is_whole=np.full(len(own), True)) > limits)
     # Some member's lack makes several micro-batches of its replica's samples.
     replica_tight = np.repeat(np.logical_or.reduceat(tight, layout.starts), np.diff(layout.starts, append=len(limits)))
-    sample_bytes = amounts.sample_bytes * max(kept for kept, _ in workload.backward_moments)
+    sample_bytes = amounts.sample_bytes * amounts.most_kept
     tight = works & replica_tight & (sample_bytes * own > room_bytes)
     held[tight] = room_bytes[tight] // sample_bytes[tight]
     most = np.minimum.reduceat(held, layout.starts)
@@ -249,6 +268,7 @@ def lacking_bytes(layout: Layout, *, cluster: Cluster, workload: Workload, ranks
 
 def can_hold(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> bool:
     """Whether the memory of every replica holds the network with one sample, at some heights: quickly found."""
+    workload = workload.recomputing if workload.may_recompute else workload
     messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
     limits = _limits(layout, cluster=cluster)
     squeeze = _Squeeze(layout, limits=limits, cluster=cluster, workload=workload, messages=messages)
@@ -266,12 +286,13 @@ def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int
     can be within T is found by bisection, and so is the least T in which the replicas together are as wide as the batch.
     """
     cluster = at_equal_times(cluster, workload=workload)
+    counted = workload.recomputing if len(layout.recomputes) == len(layout.processors) else workload
     messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
     limits = _limits(layout, cluster=cluster)
     lowered = limits.copy()
     margin = _MARGIN
     for _ in range(_CUTS):
-        found = _Squeeze(layout, limits=lowered, cluster=cluster, workload=workload, messages=messages).layout()
+        found = _Squeeze(layout, limits=lowered, cluster=cluster, workload=counted, messages=messages).layout()
         if found is None:
             return None
         kept = np.array(list(memory_bytes(found, workload=workload, cluster=cluster, ranks=ranks).values()))

@@ -80,14 +80,14 @@ def fastest_plan(
     Args:
         planner: of layouts without stages.
         cluster, workload, cost, idle: as of `tatami.tiling.plan`.
-        stages: how many there are to be; None: as many as is fastest.
+        stages: how many there are to be; None: as many as is fastest, and none where all recompute (`Workload.recompute`).
 
     Raises:
         PlanError: nothing fits.
     """
     priced = cost if isinstance(cost, AlphaBetaCost) else None
     staged = None
-    if workload.pieces and (cost is None or priced is not None):
+    if workload.pieces and (cost is None or priced is not None) and not workload.recompute:
         staged = plan_stages(cluster, workload, stages=stages, cost=priced)
     if stages is not None and stages > 1:
         if staged is None:

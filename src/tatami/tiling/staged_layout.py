@@ -37,6 +37,8 @@ class StagedLayout:
         shares = {tuple((replica.width, replica.micro_batches) for replica in stage.replicas) for stage in self.stages}
         if len(shares) > 1:
             raise PlanError("each replica has the same share of the samples, in as many micro-batches, in all stages")
+        if recomputing := [name for stage in self.stages for name in stage.recomputes]:
+            raise PlanError(f"pipeline stages do not recompute activations yet, and {recomputing[0]} is to: leave that out")
         if len(set(self.processors)) < len(self.processors):
             raise PlanError("each processor has one place in the layout; one has several stages")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tatami.cluster import Cluster
 from tatami.tiling.alphabeta import AlphaBetaCost, gradient_sums_s, replica_sums_s, statistics_s
-from tatami.tiling.compute import calls_s, section_flop_times
+from tatami.tiling.compute import calls_s, repeated, section_flop_times
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.speeds import at_tiles
@@ -57,13 +57,16 @@ def timeline(
         times += section
     replicas = [index for index, replica in enumerate(layout.replicas) for _ in replica.processors]
     samples = workload.samples * np.array(layout.sample_shares(workload.samples))[replicas]
-    compute_s = (samples * times / cost.scale(cluster)).tolist()
+    again = repeated(layout, workload=workload)[replicas]
+    compute_s = (samples * times / cost.scale(cluster) * again).tolist()
     replica_s, statistic_s = replica_sums_s(layout, workload, links), statistics_s(layout, workload, links)
     gradients_s = gradient_sums_s(layout, workload, links)
     found = []
     for index, name in enumerate(layout.processors):
         own_s = compute_s[index] + calls_s(
-            cluster.by_name[name], blocks=len(workload.blocks), micro_batches=layout.replicas[replicas[index]].micro_batches
+            cluster.by_name[name],
+            blocks=len(workload.blocks),
+            micro_batches=again[index] * layout.replicas[replicas[index]].micro_batches,
         )
         sums_s = replica_s[replicas[index]] + statistic_s
         found.append(

@@ -124,6 +124,7 @@ def traffic_of(
     hosts: Mapping[str, str],
     rates: Mapping[str, float] | None = None,
     micro_batches: Sequence[int] | None = None,
+    recomputes: Sequence[bool] | None = None,
 ) -> Traffic:
     """What an iteration of `workload` sends that is laid like `tilings`.
 
@@ -134,9 +135,12 @@ def traffic_of(
         hosts: of each processor.
         rates: at which they send and receive, as `transfer_rates` has them; None: all alike.
         micro_batches: in how many each replica computes its samples; None: in one. The sums over a replica are those of each.
+        recomputes: whether each replica recomputes activations; None: none does.
     """
     replicas = []
-    for replica, number in zip(tilings[0].replicas, micro_batches or [1] * len(tilings[0].replicas), strict=True):
+    count = len(tilings[0].replicas)
+    settings = zip(tilings[0].replicas, micro_batches or [1] * count, recomputes or [False] * count, strict=True)
+    for replica, number, again in settings:
         members = tuple(tile.processor for tile in replica)
         own = [hosts[name] for name in members]
         wire = sum_wire(own, workload.wire)
@@ -152,7 +156,7 @@ def traffic_of(
                     wire=wire,
                 )
                 for samples in micro_batch_sizes(replica[0].samples.size, number=number)
-                for kind, block, size in replica_sums(workload, samples=samples)
+                for kind, block, size in replica_sums(workload, samples=samples, recomputes=again)
                 if size and len(members) > 1
             )
         )
@@ -198,12 +202,20 @@ def _statistics_sums(workload: Workload, *, names: Sequence[str], hosts: Mapping
     return (*forward, *(replace(each, kind=SumKind.BACKWARD_STATISTICS) for each in reversed(forward)))
 
 
-def replica_sums(workload: Workload, *, samples: int) -> tuple[tuple[SumKind, int, int], ...]:
-    """What a replica of so many samples sums in an iteration: (kind, block, elements), in order."""
+def replica_sums(workload: Workload, *, samples: int, recomputes: bool = False) -> tuple[tuple[SumKind, int, int], ...]:
+    """What a replica of so many samples sums in an iteration: (kind, block, elements), in order.
+
+    Where it recomputes activations, the forward sums of a layer's blocks come once more in the backward pass. Each counts there
+    with those of its own block.
+    """
     forward, backward = [], []
+    layers = workload.recomputation.layers if workload.recomputation is not None and recomputes else ()
+    repeated = {index for layer in layers for index in layer.blocks}
     for index, block in enumerate(workload.blocks):
-        forward += [(SumKind.FORWARD, index, size) for size in _even(block.forward_elements, block.forward_sums, samples)]
+        before = _even(block.forward_elements, block.forward_sums, samples)
+        forward += [(SumKind.FORWARD, index, size) for size in before]
         sizes = _even(block.backward_elements, block.backward_sums, samples) if block.backward_elements else ()
+        sizes = (*before, *sizes) if index in repeated else sizes
         backward.append([(SumKind.BACKWARD, index, size) for size in sizes])
     return (*forward, *(each for sums in reversed(backward) for each in sums))
 

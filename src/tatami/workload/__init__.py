@@ -15,6 +15,7 @@ from tatami.workload.network import (
     parse_net,
     partners,
 )
+from tatami.workload.recomputation import Recomputation, RecomputedLayer
 from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
 from tatami.workload.workload import WIRES, Workload, check_wire, corners
 
@@ -28,6 +29,8 @@ __all__ = [
     "Layer",
     "PairSizes",
     "Piece",
+    "Recomputation",
+    "RecomputedLayer",
     "Section",
     "Workload",
     "as_probed",

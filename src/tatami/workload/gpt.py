@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tatami.errors import PlanError
 from tatami.workload.block import Block, Piece
+from tatami.workload.recomputation import Recomputation, RecomputedLayer
 from tatami.workload.workload import Workload
 
 VOCABULARY = 50_257
@@ -78,6 +79,12 @@ def gpt_workload(
     # Norms, what is added to what (two a layer, and the two embeddings), and the head, unless the vocabulary is split.
     elements = (norms + 2 * layers + 1) * normed
     head_flop = -normed / _BACKWARD if split else 2 * vocabulary * normed
+    norm_bytes = _FLOAT_BYTES * (2 * normed + 2 * tokens)
+    outside_bytes = 2 * _INDEX_BYTES * tokens + (0 if split else 2 * _FLOAT_BYTES * vocabulary * tokens)
+    layers_flop = sum(block.flop(units=block.units, samples=1) for block in blocks[: 2 * layers])
+    layers_flop += 4 * layers * _BACKWARD * normed  # two norms, and two sums
+    replicated_flop = round(_BACKWARD * (elements + head_flop))
+    all_flop = sum(block.flop(units=block.units, samples=1) for block in blocks) + replicated_flop
     return Workload(
         samples=samples,
         blocks=tuple(blocks),
@@ -85,14 +92,21 @@ def gpt_workload(
         replicated_parameters=(0 if split else vocabulary * row) + normed + norms * 2 * width + 2 * layers * width,
         # Of each layer two norms, attention and MLP of two linear layers each, all with biases; a last norm; two embeddings.
         trained_tensors=12 * layers + 2 + 2 + (0 if tied else 2),
-        replicated_flop_per_sample=round(_BACKWARD * (elements + head_flop)),
+        replicated_flop_per_sample=replicated_flop,
         update_bytes_per_parameter=2 * _FLOAT_BYTES,
         largest_parameters=width * max(tokens, 0 if split else vocabulary),
         # What every norm reads and gives, with means and deviations; the tokens, as they come and their places; and the logits
         # with what a loss keeps of them.
-        replicated_activation_bytes=_FLOAT_BYTES * norms * (2 * normed + 2 * tokens)
-        + 2 * _INDEX_BYTES * tokens
-        + (0 if split else 2 * _FLOAT_BYTES * vocabulary * tokens),
+        replicated_activation_bytes=norms * norm_bytes + outside_bytes,
+        recomputation=Recomputation(
+            kept_bytes=layers * _FLOAT_BYTES * normed + norm_bytes + outside_bytes,
+            layers=tuple(
+                RecomputedLayer(beside_bytes=2 * norm_bytes, blocks=(2 * layer, 2 * layer + 1)) for layer in range(layers)
+            ),
+            flop_fraction=layers_flop / _BACKWARD / all_flop,
+        )
+        if layers > 1
+        else None,
         pieces=_pieces(
             blocks,
             layers=layers,

@@ -11,6 +11,7 @@ from functools import cached_property
 from tatami.errors import PlanError, shortened
 from tatami.workload.block import Block, Piece, Section
 from tatami.workload.linear_pair import linear_pair
+from tatami.workload.recomputation import Recomputation
 
 MOST_SAMPLES = 10**12
 """Most samples of a batch: far below what a float counts exactly."""
@@ -66,6 +67,8 @@ class Workload:
         batch_statistics: for every call of a layer whose statistics are summed over the global batch (batch normalization), in
             the order of the forward pass, how many elements each rank sums; the backward pass sums as many. Where there are
             any, a replica must compute its share of the samples in one micro-batch.
+        recomputation: what a rank keeps that recomputes the activations of the layers; None where there are no such layers.
+        recompute: whether all ranks do; None: those that have too little memory otherwise.
         pieces: the same work in the order of the forward pass, as pipeline stages can share it out; empty where it is not
             known, and then there are no stages.
     """
@@ -87,6 +90,8 @@ class Workload:
     trained_tensors: int = 0
     batch_statistics: tuple[int, ...] = ()
     micro_batches: int | None = None
+    recomputation: Recomputation | None = None
+    recompute: bool | None = None
     pieces: tuple[Piece, ...] = ()
 
     def __post_init__(self) -> None:
@@ -232,6 +237,52 @@ class Workload:
     def most_micro_batches(self) -> int:
         """The most micro-batches in which a replica may compute: one where statistics are of the whole batch."""
         return 1 if self.batch_statistics else self.samples
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether a rank may recompute activations where it lacks memory."""
+        return self.recomputation is not None and self.recompute is not False
+
+    @cached_property
+    def recomputing(self) -> Workload:
+        """The same network with the activations of a rank that recomputes, by which its memory is counted.
+
+        Beside what `Recomputation` says, the gradients that pass from layer to layer count as much as without it. The layer
+        that keeps most counts whole: the most of any beside its units, and the units of that whose units keep most.
+        """
+        found = self.recomputation
+        if found is None:
+            return self
+
+        def units_bytes(index: int) -> float:
+            block = self.blocks[index]
+            return block.units * block.unit_activation_bytes + block.sample_activation_bytes
+
+        most = max(found.layers, key=lambda layer: sum(map(units_bytes, layer.blocks)))
+        dropped = {index for layer in found.layers for index in layer.blocks}.difference(most.blocks)
+        all_bytes = self.replicated_activation_bytes + sum(map(units_bytes, range(len(self.blocks))))
+        passing_bytes = (max(kept for kept, _ in self.backward_moments) - 1) * all_bytes
+        return replace(
+            self,
+            blocks=tuple(
+                replace(block, unit_activation_bytes=0.0, sample_activation_bytes=0.0) if index in dropped else block
+                for index, block in enumerate(self.blocks)
+            ),
+            replicated_activation_bytes=found.kept_bytes + found.beside_bytes + max(0.0, passing_bytes),
+            backward_moments=((1.0, 1.0),),
+            recomputation=None,
+        )
+
+    def passes(self, *, recomputes: bool) -> float:
+        """How often a rank computes its flop: where it recomputes activations, by a third more if their part is not known."""
+        again = 1 / 3 if self.recomputation is None else self.recomputation.flop_fraction
+        return 1 + again if recomputes else 1.0
+
+    @cached_property
+    def recomputed_kinds(self) -> tuple[tuple[Block, int], ...]:
+        """The blocks whose forward pass, with its sums over the replica, is repeated, as `kinds` has them."""
+        layers = () if self.recomputation is None else self.recomputation.layers
+        return tuple(Counter(self.blocks[index] for layer in layers for index in layer.blocks).items())
 
     @cached_property
     def flop_per_area(self) -> float:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from tatami.errors import ModelError
 from tatami.partition.tracing.exporting import ModuleCall
 from tatami.partition.tracing.flop_counting import ForwardFlop
+from tatami.partition.tracing.layers import KeptByLayer, layer_bytes, repeated_layers
 from tatami.partition.tracing.mixing import EITHER, LeftBehind, attribute, kept_of_samples, mixture_of
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import FEWEST, Sample
@@ -57,6 +58,7 @@ class Captured:
         kept_bytes: the same of one sample, with the results, and what a loss keeps of them.
         backward_moments: as `Workload` has them.
         ends: of modules: how much was kept when their first call ended.
+        layers: by name, what `recomputed_layers` keep of one sample.
         result_axes: of each leaf of the network's result: the axis of the samples; None where it has none.
         runs_without_samples: whether the network runs on a batch of no sample as well, in training and in evaluation.
         leaves_behind: what the pass left in the modules.
@@ -81,6 +83,7 @@ class Captured:
     kept_bytes: float = 0.0
     backward_moments: Sequence[tuple[float, float]] = ((1.0, 1.0),)
     ends: Mapping[str, int] = field(default_factory=dict)
+    layers: Mapping[str, KeptByLayer] = field(default_factory=dict)
     result_axes: Sequence[int | None] | None = None
     runs_without_samples: bool = False
     leaves_behind: LeftBehind = field(default_factory=LeftBehind)
@@ -188,6 +191,9 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         kept_bytes=_kept_per_sample((most.samples, watch.kept_bytes), (less.samples, other_watch.kept_bytes)),
         backward_moments=_backward_moments(model, watch),
         ends=watch.ends,
+        layers=_layers(model, (most.samples, first, watch), (less.samples, second, other_watch))
+        if not changed and watch.draws_outside is None
+        else {},
         result_axes=_result_axes(watch.results, other_watch.results),
         runs_without_samples=_runs_without_samples(model, most),
         leaves_behind=LeftBehind(
@@ -203,6 +209,26 @@ def _kept_per_sample(one: tuple[int, int], other: tuple[int, int]) -> float:
     (samples, size_bytes), (other_samples, other_bytes) = one, other
     slope = (size_bytes - other_bytes) / (samples - other_samples)
     return max(size_bytes / samples, slope, size_bytes - slope * (samples - 1))
+
+
+_Pass = tuple[int, Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]], "_Watch"]
+
+
+def _layers(model: nn.Module, one: _Pass, other: _Pass) -> dict[str, KeptByLayer]:
+    """What the layers that can be computed once more keep of a sample, from two passes over different numbers of samples."""
+    passes = []
+    for samples, calls, watch in (one, other):
+        spans = {name: range(watch.starts[name], watch.ends[name]) for name in repeated_layers(model) if name in calls}
+        passes.append((samples, layer_bytes(spans, calls=calls, keeping=watch.keeping)))
+    (samples, mine), (other_samples, others) = passes
+    return {
+        name: KeptByLayer(
+            input_bytes=_kept_per_sample((samples, mine[name][0]), (other_samples, others[name][0])),
+            own_bytes=_kept_per_sample((samples, mine[name][1]), (other_samples, others[name][1])),
+        )
+        for name in mine
+        if name in others
+    }
 
 
 def _backward_moments(model: nn.Module, watch: _Watch) -> tuple[tuple[float, float], ...]:
@@ -276,6 +302,7 @@ class _Watch(TorchFunctionMode):
         # A sample may be a view of a whole data set.
         self.keeping = Keeping([*model.parameters(), *model.buffers(), *inputs])
         self.kept_bytes = sum(leaf.numel() * leaf.element_size() for leaf in inputs)
+        self.starts: dict[str, int] = {}
         self.ends: dict[str, int] = {}
         self.results: list[Any] = []
         self.draws_outside: str | None = None
@@ -324,6 +351,7 @@ class _Watch(TorchFunctionMode):
     def begin(self, name: str) -> None:
         self._look()
         self._running.append(name)
+        self.starts.setdefault(name, len(self.keeping.found))
         self._begun.append(self.counted.flop)
 
     def end(self) -> None:

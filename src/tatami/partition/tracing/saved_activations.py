@@ -53,6 +53,11 @@ class Keeping:
         """Size of all that is kept, in bytes."""
         return sum(kept.size_bytes for kept in self.found.values())
 
+    def is_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether this memory is there anyway, or lies nowhere."""
+        place = _place(tensor)
+        return not place or place in self._outside
+
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunction():  # what looks at the user's operations is not to see these
             place = _place(tensor)

@@ -86,6 +86,7 @@ class Floor:
         speeds: Mapping[str, float] | None = None,
         startup: Startup = NO_STARTUP,
         micro_batches: Sequence[int] | None = None,
+        recomputes: Sequence[bool] | None = None,
     ) -> None:
         """Prepare a tiling.
 
@@ -97,7 +98,9 @@ class Floor:
             speeds: flop/s by name. Where one depends on the size of the tile, flop are counted at that of its largest size.
             startup: what each tile costs beyond its area.
             micro_batches: in how many each replica computes its samples; None: in one.
+            recomputes: whether each replica recomputes activations; None: none does.
         """
+        again = recomputes or [False] * len(tiling.replicas)
         numbers = micro_batches or [1] * len(tiling.replicas)
         self.tilings = tuple(tilings)
         names = [processor.name for processor in cluster.processors]
@@ -109,6 +112,7 @@ class Floor:
             hosts=hosts,
             rates=transfer_rates(cluster),
             micro_batches=numbers,
+            recomputes=again,
         )
         self._cluster = cluster
         self._rank_of = cluster.rank_of
@@ -132,7 +136,7 @@ class Floor:
         self.update_flop: dict[int, float] = dict.fromkeys(self.names, 0.0)
         self.works: dict[int, float] = {}
         self.waits = scatter([each for each in cluster.processors if each.name in placed])
-        for replica, sums, number in zip(tiling.replicas, self.traffic.replicas, numbers, strict=True):
+        for replica, sums, number, recomputing in zip(tiling.replicas, self.traffic.replicas, numbers, again, strict=True):
             samples = replica[0].samples.size
             sizes = micro_batch_sizes(samples, number=number)
             ready = [self._ready(each) for each in sums]
@@ -144,6 +148,8 @@ class Floor:
                 own = _with_calls(startup, spent_s, blocks=len(tiles), speed=speed)
                 work = work_of(tiles, samples=samples, workload=workload, startup=own)
                 work = _at_its_size(work, speed=speed, micro_batches=len(sizes))
+                passes = workload.passes(recomputes=recomputing)
+                work = work.repeated(passes)
                 rank = self._rank_of[name]
                 self.legs[rank] = tuple(
                     leg
@@ -155,7 +161,7 @@ class Floor:
                     )
                 )
                 self.update_flop[rank] = work.update_flop
-                self.works[rank] = workload.tile_work([tile.units.size for tile in tiles], samples=samples)
+                self.works[rank] = passes * workload.tile_work([tile.units.size for tile in tiles], samples=samples)
 
     def _ready(self, planned: PlannedSum) -> FloorSum:
         # Alike sums share one schedule: what it has looked up of its groups is looked up once.

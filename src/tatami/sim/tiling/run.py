@@ -118,6 +118,7 @@ class TilingPlay:
             speeds=self._job.true_flop_per_s,
             startup=self._job.startup,
             micro_batches=None if layout is None else [replica.micro_batches for replica in layout.replicas],
+            recomputes=None if layout is None else [replica.recomputes for replica in layout.replicas],
         )
 
     def _next(self, leads_s: dict[int, float]) -> None:

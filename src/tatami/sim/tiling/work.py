@@ -61,6 +61,13 @@ class Work:
     def backward_flop(self) -> float:
         return math.fsum(self.backward)
 
+    def repeated(self, passes: float) -> Work:
+        """The same where so much is computed in all, `passes` times this, because activations are recomputed in the backward
+        pass."""
+        more = (passes - 1) * self.total_flop / (self.forward_flop or 1.0)
+        pairs = zip(self.forward, self.backward, strict=True)
+        return replace(self, backward=tuple(backward + more * forward for forward, backward in pairs))
+
     def part(self, share: float) -> Work:
         """The work of a micro-batch with this share of the samples; the update is not shared out."""
         return replace(
