@@ -1,10 +1,13 @@
-"""The Python of README and docs: programs run as they are pasted, block by block; names that fragments use are there."""
+"""README and docs: programs and commands run as they are pasted, block by block; names that fragments use are there."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +34,18 @@ PROGRAMS = (
 )
 """Pages all of whose blocks run, one after the other, as a reader would paste them; the README's program is an example."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+ANY_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+PASTED = ("tutorial.md", "training.md", "gpt-at-home.md", "when-a-machine-dies.md")
+"""Pages whose commands run, after the programs that the page has the reader save; `test_wheel.py` does so with the README."""
+NOT_RUN = {
+    r"^pip install": "needs the package index; test_wheel.py installs the wheel",
+    r"^tatami doctor --hosts": "needs other machines; tests/doctor",
+    r"^tatami probe -n 3": "the same as that of the tutorial, on more machines",
+    r"^tatami plan home\.toml": "shown with its output; compared below",
+    r"^tatami run --elastic .*repair\.py": "runs in test_examples.py, as do the programs of fine-tuning.md",
+}
+"""Commands of these pages that are not run, and why. Also not run: labs (tests/lab; they need root), Slurm (slurm.md; tests/comm
+has the detection), the figures of plans that depend on a reader's own files (stages.md), and `make` in the README (the Makefile)."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -51,6 +66,44 @@ def test_programs_run_as_pasted(page: str, tmp_path: Path, monkeypatch: pytest.M
     assert pasted
     for where, text in pasted:
         exec(compile(text, where, "exec"), namespace)
+
+
+def commands(language: str, text: str) -> list[str]:
+    """The lines of a block that a reader pastes into a shell."""
+    lines = text.replace("\\\n", " ").splitlines()
+    if language == "console":
+        return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return lines if language in ("", "sh") else []
+
+
+@pytest.mark.parametrize("page", PASTED)
+def test_commands_run_as_pasted(page: str, tmp_path: Path) -> None:
+    """All ranks on this machine, as the tutorial has it for those who have no second one: without `--hosts`."""
+    text, end, ran = (ROOT / "docs" / page).read_text(encoding="utf-8"), 0, 0
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for match in ANY_BLOCK.finditer(text):
+        language, block = match.groups()
+        named = re.findall(r"`(\w+\.py)`", text[end : match.start()])
+        if language == "python" and named and not (tmp_path / named[-1]).exists():  # later blocks are changes to it
+            (tmp_path / named[-1]).write_text(block, encoding="utf-8")
+        end = match.end()
+        for command in commands(language, block):
+            if any(re.search(pattern, command) for pattern in NOT_RUN):
+                continue
+            here = re.sub(r" --hosts \S+", "", command).replace("sleep 10", "exit 1")  # what fails is not started again
+            done = subprocess.run(
+                ["sh", "-ec", here], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+                timeout=850, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{page}: {command}\n{done.stdout}{done.stderr}"
+            ran += 1
+    assert ran
+
+
+def test_what_is_not_run_is_on_the_pages() -> None:
+    texts = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in PASTED]
+    pasted = [line for text in texts for block in ANY_BLOCK.findall(text) for line in commands(*block)]
+    assert [pattern for pattern in NOT_RUN if not any(re.search(pattern, line) for line in pasted)] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/gpt-at-home.md"])
