@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -18,6 +17,8 @@ from torch import nn
 
 import tatami
 from tatami.errors import InputError
+from test_wheel import BLOCK as ANY_BLOCK
+from test_wheel import run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,18 +35,18 @@ PROGRAMS = (
 )
 """Pages all of whose blocks run, one after the other, as a reader would paste them; the README's program is an example."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-ANY_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-PASTED = ("tutorial.md", "training.md", "gpt-at-home.md", "when-a-machine-dies.md")
-"""Pages whose commands run, after the programs that the page has the reader save; `test_wheel.py` does so with the README."""
 NOT_RUN = {
-    r"^pip install": "needs the package index; test_wheel.py installs the wheel",
-    r"^tatami doctor --hosts": "needs other machines; tests/doctor",
-    r"^tatami probe -n 3": "the same as that of the tutorial, on more machines",
-    r"^tatami plan home\.toml": "shown with its output; compared below",
-    r"^tatami run --elastic .*repair\.py": "runs in test_examples.py, as do the programs of fine-tuning.md",
+    # The package index (test_wheel.py installs the wheel); machines of the reader's (tests/doctor).
+    "tutorial.md": ("pip install ", "tatami doctor --hosts "),
+    "training.md": (),
+    # Machines of the reader's; what the tutorial does; what is compared below.
+    "gpt-at-home.md": ("tatami doctor --hosts ", "tatami probe ", "tatami plan "),
+    # It runs in test_examples.py, as does the program of fine-tuning.md.
+    "when-a-machine-dies.md": ("tatami run --elastic ",),
 }
-"""Commands of these pages that are not run, and why. Also not run: labs (tests/lab; they need root), Slurm (slurm.md; tests/comm
-has the detection), the figures of plans that depend on a reader's own files (stages.md), and `make` in the README (the Makefile)."""
+"""Pages whose commands run, after the programs that the page has the reader save, and the commands that do not, the reason
+above them.
+`test_wheel.py` does so with the README but for `make`. Not here: labs, which need root (tests/lab), and Slurm (tests/comm)."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -71,39 +72,27 @@ def test_programs_run_as_pasted(page: str, tmp_path: Path, monkeypatch: pytest.M
 def commands(language: str, text: str) -> list[str]:
     """The lines of a block that a reader pastes into a shell."""
     lines = text.replace("\\\n", " ").splitlines()
-    if language == "console":
-        return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return lines if language in ("", "sh") else []
+    prompt = {"": "", "sh": "", "console": "$ "}.get(language)
+    return [line.removeprefix(prompt) for line in lines if line.startswith(prompt)] if prompt is not None else []
 
 
-@pytest.mark.parametrize("page", PASTED)
+@pytest.mark.parametrize("page", NOT_RUN)
 def test_commands_run_as_pasted(page: str, tmp_path: Path) -> None:
     """All ranks on this machine, as the tutorial has it for those who have no second one: without `--hosts`."""
-    text, end, ran = (ROOT / "docs" / page).read_text(encoding="utf-8"), 0, 0
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    text, end, left_out = (ROOT / "docs" / page).read_text(encoding="utf-8"), 0, set()
+    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     for match in ANY_BLOCK.finditer(text):
-        language, block = match.groups()
         named = re.findall(r"`(\w+\.py)`", text[end : match.start()])
-        if language == "python" and named and not (tmp_path / named[-1]).exists():  # later blocks are changes to it
-            (tmp_path / named[-1]).write_text(block, encoding="utf-8")
+        if match[1] == "python" and named and not (tmp_path / named[-1]).exists():  # later blocks are changes to it
+            (tmp_path / named[-1]).write_text(match[2], encoding="utf-8")
         end = match.end()
-        for command in commands(language, block):
-            if any(re.search(pattern, command) for pattern in NOT_RUN):
+        for command in commands(*match.groups()):
+            if prefixes := {each for each in NOT_RUN[page] if command.startswith(each)}:
+                left_out |= prefixes
                 continue
             here = re.sub(r" --hosts \S+", "", command).replace("sleep 10", "exit 1")  # what fails is not started again
-            done = subprocess.run(
-                ["sh", "-ec", here], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True,
-                timeout=850, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, f"{page}: {command}\n{done.stdout}{done.stderr}"
-            ran += 1
-    assert ran
-
-
-def test_what_is_not_run_is_on_the_pages() -> None:
-    texts = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in PASTED]
-    pasted = [line for text in texts for block in ANY_BLOCK.findall(text) for line in commands(*block)]
-    assert [pattern for pattern in NOT_RUN if not any(re.search(pattern, line) for line in pasted)] == []
+            run(["sh", "-ec", here], cwd=tmp_path, env=environ, timeout_s=850)
+    assert left_out == set(NOT_RUN[page])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/gpt-at-home.md"])
