@@ -1,10 +1,12 @@
-"""The Python of README and docs: programs run as they are pasted, block by block; names that fragments use are there."""
+"""README and docs: programs and commands run as they are pasted, block by block; names that fragments use are there."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,8 @@ from torch import nn
 
 import tatami
 from tatami.errors import InputError
+from test_wheel import BLOCK as ANY_BLOCK
+from test_wheel import run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,6 +35,18 @@ PROGRAMS = (
 )
 """Pages all of whose blocks run, one after the other, as a reader would paste them; the README's program is an example."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+NOT_RUN = {
+    # The package index (test_wheel.py installs the wheel); machines of the reader's (tests/doctor).
+    "tutorial.md": ("pip install ", "tatami doctor --hosts "),
+    "training.md": (),
+    # Machines of the reader's; what the tutorial does; what is compared below.
+    "gpt-at-home.md": ("tatami doctor --hosts ", "tatami probe ", "tatami plan "),
+    # It runs in test_examples.py, as does the program of fine-tuning.md.
+    "when-a-machine-dies.md": ("tatami run --elastic ",),
+}
+"""Pages whose commands run, after the programs that the page has the reader save, and the commands that do not, the reason
+above them.
+`test_wheel.py` does so with the README but for `make`. Not here: labs, which need root (tests/lab), and Slurm (tests/comm)."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -51,6 +67,32 @@ def test_programs_run_as_pasted(page: str, tmp_path: Path, monkeypatch: pytest.M
     assert pasted
     for where, text in pasted:
         exec(compile(text, where, "exec"), namespace)
+
+
+def commands(language: str, text: str) -> list[str]:
+    """The lines of a block that a reader pastes into a shell."""
+    lines = text.replace("\\\n", " ").splitlines()
+    prompt = {"": "", "sh": "", "console": "$ "}.get(language)
+    return [line.removeprefix(prompt) for line in lines if line.startswith(prompt)] if prompt is not None else []
+
+
+@pytest.mark.parametrize("page", NOT_RUN)
+def test_commands_run_as_pasted(page: str, tmp_path: Path) -> None:
+    """All ranks on this machine, as the tutorial has it for those who have no second one: without `--hosts`."""
+    text, end, left_out = (ROOT / "docs" / page).read_text(encoding="utf-8"), 0, set()
+    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    for match in ANY_BLOCK.finditer(text):
+        named = re.findall(r"`(\w+\.py)`", text[end : match.start()])
+        if match[1] == "python" and named and not (tmp_path / named[-1]).exists():  # later blocks are changes to it
+            (tmp_path / named[-1]).write_text(match[2], encoding="utf-8")
+        end = match.end()
+        for command in commands(*match.groups()):
+            if prefixes := {each for each in NOT_RUN[page] if command.startswith(each)}:
+                left_out |= prefixes
+                continue
+            here = re.sub(r" --hosts \S+", "", command).replace("sleep 10", "exit 1")  # what fails is not started again
+            run(["sh", "-ec", here], cwd=tmp_path, env=environ, timeout_s=850)
+    assert left_out == set(NOT_RUN[page])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/gpt-at-home.md"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,14 +76,6 @@ def test_losses_fall(example: str, steps: int, below: float) -> None:
     assert len(losses) == steps
     assert losses[-1] < below
     assert example != "own_loop.py" or load_file("model.safetensors")["0.weight"].shape == (200, 64)
-
-
-def test_ten_lines_run_twice_in_a_row() -> None:
-    """In this process, to be quick; what an earlier run has saved is overwritten."""
-    for _ in range(2):
-        Path("model.safetensors").write_bytes(b"of an earlier run")
-        runpy.run_path(str(EXAMPLES / "ten_lines.py"))
-        assert load_file("model.safetensors")["0.weight"].shape == (200, 64)
 
 
 def test_a_run_is_repaired_and_learns_the_digits() -> None:

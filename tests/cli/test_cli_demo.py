@@ -44,39 +44,21 @@ def test_three_ways_to_one_loss(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["course.png", "tiling.png"]
 
 
-def test_the_course_of_a_run_without_checks_is_cut_into_equal_parts() -> None:
+def test_the_course_of_a_run_is_cut_at_its_checks_or_into_equal_parts() -> None:
     history = History(losses=[1.0] * 25, iteration_s=[9.0, *[1.0] * 9, *[2.0] * 10, *[3.0] * 5])
     points = course(history, every=10)
-    assert [(point.iteration, point.iteration_s, point.remapping) for point in points] == [
-        (10, 1.0, None),
-        (20, 2.0, None),
-        (25, 3.0, None),
-    ]
-
-
-def test_the_course_of_a_run_with_checks_begins_with_its_first_iteration() -> None:
+    assert [(p.iteration, p.iteration_s, p.remapping) for p in points] == [(10, 1.0, None), (20, 2.0, None), (25, 3.0, None)]
     history = History(losses=[1.0] * 30, iteration_s=[9.0] * 10 + [2.0] * 10 + [1.0] * 10, checks=[check(20, moves=True)])
     points = course(history, every=10)
-    assert [(point.iteration, point.iteration_s, point.remapping) for point in points] == [
-        (10, 9.0, None),
-        (20, 2.0, "whole"),
-        (30, 1.0, None),
-    ]
+    assert [(p.iteration, p.iteration_s, p.remapping) for p in points] == [(10, 9.0, None), (20, 2.0, "whole"), (30, 1.0, None)]
 
 
 def check(iteration: int, *, moves: bool) -> Check:
     kind = DecisionKind.WHOLE if moves else DecisionKind.KEEP
     decision = Decision(
-        kind=kind,
-        check=1,
-        iteration=iteration,
-        layout=cast(Layout, None),
-        tiling=TILING,
-        speeds={"p0": 1.0, "p1": 0.5},
-        ratio=None,
-        predicted=1.0,
-        reason="even enough",
-    )
+        kind=kind, check=1, iteration=iteration, layout=cast(Layout, None), tiling=TILING, speeds={"p0": 1.0, "p1": 0.5},
+        ratio=None, predicted=1.0, reason="even enough",
+    )  # fmt: skip
     return Check(decision=decision, compute_s={"p0": 1.0, "p1": 2.0}, moved=None)
 
 

@@ -210,20 +210,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_good_state(
     assert load_file(rescued)["0.weight"].isfinite().all()
 
 
-def test_a_real_mpi_job_of_two_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("mpi4py")
-    alone = trained("--iterations", "30")
-    done = subprocess.run(
-        [sys.executable, "-m", "tatami", "train", "-n", "2", "--iterations", "30", "--method", "even", "--json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
-    assert record["ranks"] == 2
-    assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_real_mpi_job_that_diverges_says_so_once(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     done = subprocess.run(
