@@ -8,9 +8,9 @@
     --report                                                    only the table and the picture of what is recorded
 
 Every cell is a paced lab (docs/lab.md) of hosts of unequal speed, of which the fastest compute 45 Gflop/s: a network of
-`racing/networks.py`, 2, 4 or 8 hosts, and links of 100 Mbit/s, 1 or 10 Gbit/s. All contestants take turns in the same processes.
-After the first step each is held against the plain network. Adds a line for each to `benchmarks/results/rivals.jsonl`; cells
-that are there are skipped. Needs Linux and root, and a machine with nothing else to do.
+`racing/networks.py`, 2, 4 or 8 hosts, and links of 100 Mbit/s, 1 or 10 Gbit/s. All contestants take turns in the same
+processes. After the first step each is held against the plain network. Adds a line for each to
+`benchmarks/results/rivals.jsonl`; cells that are there are skipped. Needs Linux and root, and a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tatami.report import EfficiencyRound, efficiency
 
 RESULTS = Path(__file__).parent / "results" / "rivals.jsonl"
 _START_S = {2: 20.0, 4: 25.0, 8: 40.0}
-_STEPS = 2
+_STEPS = 1
 """Iterations of each contestant before those that are timed."""
 
 
@@ -151,7 +151,8 @@ def _told(line: Record) -> str:
     if "cannot" in line:
         return f"  {line['contestant']:22} cannot: {line['cannot']}"
     gamma = "-" if line["gamma"] is None else f"{line['gamma']:.2f}"
-    late = f", late by {line['late_s']:.2f} s" if line["late_s"] > 0.02 * sum(line["rounds_s"]) else ""
+    share = line["late_s"] / sum(line["rounds_s"]) / line["repeats"]
+    late = f", late by {share:.0%}, {line['cpu_s']:.2f} s of a core"
     own = line.get("planned", "").splitlines()[-1:] or [str(line[each]) for each in ("pipeline",) if each in line]
     times = f"{line['lab_iteration_s']:.3f} s in the lab ±{100 * line['spread']:.0f} %, gamma {gamma}"
     return f"  {line['contestant']:22} {times}, update off by {line['update_error']:.1g}{late}; {''.join(own)}"

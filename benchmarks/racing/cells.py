@@ -53,7 +53,9 @@ class Cell:
         """As the lab is asked for it."""
         unit = self.flop_per_s or 1.0
         processors = tuple(Processor(name=f"p{i}", speed=speed * unit, host=f"h{i}") for i, speed in enumerate(self.speeds))
-        return Cluster(processors=processors, network=Link(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=_LATENCY_S))
+        return Cluster(
+            processors=processors, network=Link(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=_LATENCY_S)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, as it comes back from there."""

@@ -58,13 +58,13 @@ class Sizes:
     shape: dict[str, int] = field(default_factory=dict)
 
 
-_USUAL = {2: 1.5, 4: 3.0, 8: 4.0}
+_USUAL = {2: 1.5, 4: 4.0, 8: 6.0}
 SIZES = {
-    "gpt": Sizes(samples=32, dilation=_USUAL, shape={"layers": 8, "width": 96, "heads": 4, "tokens": 64}),
-    "llama": Sizes(samples=32, dilation=_USUAL, shape={"layers": 8, "width": 96, "heads": 4, "groups": 2, "tokens": 64}),
-    "resnet": Sizes(samples=48, dilation=_USUAL, shape={"width": 16}),
-    "vit": Sizes(samples=32, dilation=_USUAL, shape={"layers": 8, "width": 96, "heads": 4}),
-    "perceptron": Sizes(samples=1024, dilation={2: 20.0, 4: 20.0, 8: 20.0}, repeats=3),
+    "gpt": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4, "tokens": 64}),
+    "llama": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4, "groups": 2, "tokens": 64}),
+    "resnet": Sizes(samples=32, dilation=_USUAL, shape={"width": 16}),
+    "vit": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4}),
+    "perceptron": Sizes(samples=1024, dilation={2: 20.0, 4: 30.0, 8: 40.0}, repeats=3),
 }
 
 

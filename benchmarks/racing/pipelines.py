@@ -25,9 +25,9 @@ from tatami.tiling import Span, largest_remainder
 
 _NUMBERS = (2, 4, 8, 16, 32)
 """Micro-batches."""
-_TRIED, _WORTH = 4, 1.5
-"""So many numbers of micro-batches are tried, as far as none is predicted to take so many times as long as the best: the
-closed form does not know what a micro-batch costs in Python."""
+_TRIED, _WORTH = 2, 1.5
+"""So many numbers of micro-batches are tried for each closed form, if predicted to take less than so many times as long as
+the best: the closed form does not know what a micro-batch costs in Python."""
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
@@ -76,22 +76,20 @@ def time_pieces(network: Network, *, micro_batches: int) -> PieceTimes:
     times_s, sizes = [], []
     for index, piece in enumerate(pieces):
         x = x.detach().requires_grad_(x.is_floating_point())
-        for _ in range(2):  # the first warms up
-            start_s = time.monotonic()
-            result = piece(x)
-            last = index == len(pieces) - 1
-            torch.autograd.backward(network.loss(result, y) if last else result, None if last else torch.zeros_like(result))
-            taken_s = time.monotonic() - start_s
-        times_s.append(taken_s)
+        start_s = time.monotonic()
+        result = piece(x)
+        last = index == len(pieces) - 1
+        torch.autograd.backward(network.loss(result, y) if last else result, None if last else torch.zeros_like(result))
+        times_s.append(time.monotonic() - start_s)
         x = result
         sizes.append(result.numel() * result.element_size())
     return PieceTimes(forward_backward_s=tuple(times_s), handed_bytes=tuple(sizes))
 
 
 def predicted_s(
-    counts: Sequence[int], pieces: PieceTimes, *, micro_batches: int, speeds: Sequence[float], bandwidth: float
+    counts: Sequence[int], pieces: PieceTimes, *, micro_batches: int, speeds: Sequence[float], bandwidth: float, hidden: bool
 ) -> float:
-    """sum t_i + 2 sum c_i + (m - 1) max(t_i, c_(i-1) + c_i): the same for both schedules.
+    """sum t_i + 2 sum c_i + (m - 1) tau: the same for both schedules.
 
     Args:
         counts: pieces of every host.
@@ -99,6 +97,7 @@ def predicted_s(
         micro_batches: m.
         speeds: of the hosts, in those of the one that timed the pieces.
         bandwidth: of the links, in bytes/s.
+        hidden: whether a stage computes while it hands over: tau is the longest t_i or c_(i-1) + c_i, not their sum.
     """
     stages_s, sends_s, first = [], [0.0], 0
     for count, speed in zip(counts, speeds, strict=True):
@@ -107,7 +106,9 @@ def predicted_s(
             first += count
             sends_s.append(pieces.handed_bytes[first - 1] / bandwidth)
     sends_s[-1] = 0.0
-    longest_s = max(*stages_s, *(one + other for one, other in pairwise(sends_s)))
+    waits_s = [one + other for one, other in pairwise(sends_s)]
+    both = zip(stages_s, waits_s, strict=True)
+    longest_s = max(max(each) if hidden else sum(each) for each in both)
     return sum(stages_s) + 2 * sum(sends_s) + (micro_batches - 1) * longest_s
 
 
@@ -115,40 +116,44 @@ def _all_counts(num_pieces: int, num_hosts: int) -> Iterator[tuple[int, ...]]:
     """Every way to give consecutive pieces to hosts, to two of them at least."""
     for cuts in combinations_with_replacement(range(num_pieces + 1), num_hosts - 1):
         counts = tuple(stop - start for start, stop in pairwise((0, *cuts, num_pieces)))
-        if sum(count > 0 for count in counts) > 1:
+        if _num_stages(counts) > 1:
             yield counts
 
 
 def candidates(times: dict[int, PieceTimes], *, speeds: Sequence[float], bandwidth: float) -> list[Pipeline]:
-    """The best cut for each number of micro-batches, best first, and at last the pieces dealt out in proportion to speeds.
+    """What is worth a try: the best of the closed form with hidden hand-overs and with blocking ones, and, in as many
+    micro-batches as the best of them, the pieces dealt out in proportion to the speeds of all hosts.
 
     Args:
         times: by number of micro-batches.
         speeds, bandwidth: as for `predicted_s`.
     """
-    found, num_pieces = [], len(next(iter(times.values())).handed_bytes)
-    for number, pieces in times.items():
-        priced = (
-            Pipeline(
-                counts=counts,
-                micro_batches=number,
-                predicted_s=predicted_s(counts, pieces, micro_batches=number, speeds=speeds, bandwidth=bandwidth),
-            )
-            for counts in _all_counts(num_pieces, len(speeds))
-            if sum(count > 0 for count in counts) <= number  # 1F1B has at least as many micro-batches as stages
-        )
-        best = min(priced, key=lambda each: each.predicted_s, default=None)
-        if best is not None:
-            found.append(best)
-    found = sorted(found, key=lambda each: each.predicted_s)[:_TRIED]
-    found = [each for each in found if each.predicted_s <= _WORTH * found[0].predicted_s]
-    total = sum(speeds)
+    num_pieces, total = len(next(iter(times.values())).handed_bytes), sum(speeds)
     even = tuple(largest_remainder([speed / total for speed in speeds], total=num_pieces))
-    number = found[0].micro_batches
-    if all(each.counts != even for each in found) and 1 < sum(count > 0 for count in even) <= number:
-        price = predicted_s(even, times[number], micro_batches=number, speeds=speeds, bandwidth=bandwidth)
-        found.append(Pipeline(counts=even, micro_batches=number, predicted_s=price))
-    return found
+    found: dict[tuple[tuple[int, ...], int], Pipeline] = {}
+    for hidden in (True, False):
+
+        def priced(counts: tuple[int, ...], number: int, *, hidden: bool = hidden) -> Pipeline:
+            price = predicted_s(counts, times[number], micro_batches=number, speeds=speeds, bandwidth=bandwidth, hidden=hidden)
+            return Pipeline(counts=counts, micro_batches=number, predicted_s=price)
+
+        best = []
+        for number in times:
+            # 1F1B has at least as many micro-batches as stages.
+            own = [priced(each, number) for each in _all_counts(num_pieces, len(speeds)) if _num_stages(each) <= number]
+            best += sorted(own, key=lambda each: each.predicted_s)[:1]
+        best.sort(key=lambda each: each.predicted_s)
+        chosen = [each for each in best if each.predicted_s <= _WORTH * best[0].predicted_s][:_TRIED]
+        if 1 < _num_stages(even) <= max(times):
+            enough = [each.micro_batches for each in chosen if each.micro_batches >= _num_stages(even)]
+            chosen.append(priced(even, (enough or [max(times)])[0]))
+        for each in chosen:
+            found.setdefault((each.counts, each.micro_batches), each)
+    return list(found.values())
+
+
+def _num_stages(counts: Sequence[int]) -> int:
+    return sum(count > 0 for count in counts)
 
 
 @final

@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ from tatami.tiling import Span
 _TIMEOUT_S = 600.0
 _LOSS_ERROR, _UPDATE_ERROR = 1e-5, 1e-3
 """What float32 allows, relative: of the loss after one step, and of that step of all weights."""
+_CHECKED = 8
+"""Samples of that loss, where it does not depend on which are together."""
 _ROUNDED = 20.0
 """So many times as much where gradients have 16 bits on the wire."""
 
@@ -63,21 +64,22 @@ class Race:
         speeds = [float(each.speed) for each in cluster.processors]
         own = max(1, round(cell.samples * speeds[comm.rank] / sum(speeds)))
         alone = Alone(self._network, samples=own)
-        for racer in [*racers.values(), alone]:
-            racer.step()
+        alone.step()
         rounds_s: dict[str, list[float]] = {name: [] for name in racers}
-        late_s = dict.fromkeys(racers, 0.0)
+        late_s, cpu_s = dict.fromkeys(racers, 0.0), dict.fromkeys(racers, 0.0)
         alone_s: list[list[float]] = []
         for _ in range(cell.rounds):
             for name, racer in racers.items():
-                before_s = self._late_s()
+                before_s, start_s = self._late_s(), time.process_time()
                 rounds_s[name].append(self._timed(racer))
                 late_s[name] += self._late_s() - before_s
+                cpu_s[name] += time.process_time() - start_s  # of all threads
             alone_s.append(list(comm.allgather_object(self._timed(alone) * cell.samples / own)))
         self._say("measured")
         for name in racers:
             lines[name]["rounds_s"] = [max(each) for each in zip(*comm.allgather_object(rounds_s[name]), strict=True)]
             lines[name]["late_s"] = max(comm.allgather_object(late_s[name]))
+            lines[name]["cpu_s"] = sum(comm.allgather_object(cpu_s[name] / (cell.rounds * cell.repeats)))
         network = cluster.network
         return {
             "lines": lines,
@@ -174,9 +176,9 @@ class Race:
         network, model = self._network, copy_of(self._network.model)
         model.load_state_dict(weights, strict=False)
         total = 0.0
-        for span in parts:
+        for span in parts if network.batch_norm else [Span(0, min(_CHECKED, self._cell.samples))]:
             loss = network.loss(model(network.x[span.slice()]), network.y[span.slice()])
-            total += float(loss) * span.size / self._cell.samples
+            total += float(loss) * span.size
         return total
 
     def _timed(self, racer: AbstractRacer) -> float:
