@@ -31,6 +31,8 @@ class Network:
         loss: the mean over samples.
         pieces: the same modules in the order of the forward pass: what a pipeline can be cut between.
         batch_norm: whether it normalizes over the batch.
+        corners: whether its activations have corners: an input that rounding moves across that of a ReLU changes gradients by
+            a part, not by rounding.
     """
 
     model: nn.Module
@@ -39,6 +41,7 @@ class Network:
     loss: nn.Module
     pieces: Callable[[Any], list[nn.Module]]
     batch_norm: bool = False
+    corners: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +210,7 @@ def _resnet(samples: int, generator: torch.Generator, *, width: int) -> Network:
     widths = [width, width, 2 * width, 4 * width, 8 * width]
     stages = [[_Residual(a, b, 1 if a == b else 2), _Residual(b, b, 1)] for a, b in pairwise(widths)]
     model = nn.Sequential(stem, *(block for stage in stages for block in stage), _Pooled(widths[-1]))
-    return Network(model=model, x=x, y=y, loss=nn.CrossEntropyLoss(), pieces=list, batch_norm=True)
+    return Network(model=model, x=x, y=y, loss=nn.CrossEntropyLoss(), pieces=list, batch_norm=True, corners=True)
 
 
 class _Patches(nn.Module):

@@ -39,6 +39,8 @@ _CHECKED = 8
 """Samples of that loss, where it does not depend on which are together."""
 _ROUNDED = 20.0
 """So many times as much where gradients have 16 bits on the wire."""
+_CORNERS = 10.0
+"""The same for networks of ReLUs: a ResNet-18 whose step was off by 0.0042 is off by 5e-6 with GELUs, and by 1e-14 in float64."""
 
 
 class Race:
@@ -153,7 +155,7 @@ class Race:
             off = sum(float((expected[name] - weights[name]).double().square().sum()) for name in before) ** 0.5
             loss = self._loss(weights, parts)
         errors = {"update_error": off / moved, "loss_error": abs(loss - expected_loss) / abs(expected_loss)}
-        times = _ROUNDED if rounded else 1.0
+        times = _ROUNDED if rounded else _CORNERS if self._network.corners else 1.0
         if not (errors["update_error"] <= times * _UPDATE_ERROR and errors["loss_error"] <= times * _LOSS_ERROR):
             told = ", ".join(f"{name} {value:.2g}" for name, value in errors.items())
             return {**errors, "cannot": f"another training than the plain network's: after one step {told}"}

@@ -15,7 +15,6 @@ from racing.cells import BANDWIDTHS, BASE, CONTESTANTS, SPEEDS, Cell, Record, gr
 from racing.networks import SIZES
 from tatami.report import save
 from tatami.report.palette import EDGE, GREY, MOSS, RUST, STRAW_TO_MOSS, ink_on
-from tatami.units import format_bandwidth
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -30,10 +29,10 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 _SHORT = MappingProxyType(
     {
-        "data-parallel": "DataParallel",
-        "ddp": "DDP",
+        "data-parallel": "tatami DP",
+        "ddp": "equal DDP",
         "ddp-weighted": "DDP",
-        "ddp-weighted-float16": "DDP, 16 bits",
+        "ddp-weighted-float16": "DDP 16 bit",
         "fsdp": "FSDP2",
         "pipelining": "pipelining",
     }
@@ -41,6 +40,7 @@ _SHORT = MappingProxyType(
 NETWORKS: Mapping[str, str] = MappingProxyType(
     {"gpt": "GPT", "llama": "Llama-like", "resnet": "ResNet-18", "vit": "ViT", "perceptron": "203-80-26"}
 )
+LINKS: Mapping[float, str] = MappingProxyType({12.5e6: "100 Mbit/s", 125e6: "1 Gbit/s", 1.25e9: "10 Gbit/s"})
 _EVEN = 0.03
 """What is within this of 1 is neither won nor lost."""
 _FARTHEST = math.log2(4.0)
@@ -78,7 +78,7 @@ def table(records: Sequence[Record]) -> str:
     for (network, hosts, bandwidth), found in grid(records).items():
         own = rates(found)
         base, best = own.get(BASE), max(own.values(), default=0.0)
-        cells = [NETWORKS[network], str(hosts), format_bandwidth(bandwidth)]
+        cells = [NETWORKS[network], str(hosts), LINKS[bandwidth]]
         for name in NAMES:
             if name in own and base is not None:
                 words = f"{own[name] / base:.2f}"
@@ -130,8 +130,9 @@ def draw(records: Sequence[Record]) -> Figure:
         ax.set_title(NETWORKS[network], fontsize=17)
         ax.set_xlim(0, len(BANDWIDTHS))
         ax.set_ylim(len(SPEEDS), 0)
-        ax.set_xticks([each + 0.5 for each in range(len(BANDWIDTHS))], ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"], fontsize=13)
-        ax.set_yticks([each + 0.5 for each in range(len(SPEEDS))], [f"{hosts} hosts" for hosts in SPEEDS], fontsize=13)
+        ax.set_xticks([each + 0.5 for each in range(len(BANDWIDTHS))], list(LINKS.values()), fontsize=13)
+        rows = [f"{hosts} hosts" for hosts in SPEEDS] if ax.get_subplotspec().is_first_col() else [""] * len(SPEEDS)
+        ax.set_yticks([each + 0.5 for each in range(len(SPEEDS))], rows, fontsize=13)
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
     for ax in panels[len(SIZES) :]:
@@ -168,11 +169,11 @@ def _key(ax: Axes) -> None:
     ax.set_ylim(1, 0)
     examples = ((2.5, "Tatami is ahead"), (1.0, f"even, within {100 * _EVEN:.0f} %"), (0.8, "Tatami is behind"))
     for place, (gain, words) in enumerate(examples):
-        top = 0.1 + 0.17 * place
+        top = 0.02 + 0.16 * place
         ax.add_patch(Rectangle((0.05, top), 0.14, 0.12, facecolor=_colour(gain), edgecolor=GREY, linewidth=0.5))
         ax.text(0.25, top + 0.06, words, va="center", fontsize=14, color=EDGE)
-    told = "Iterations of Tatami over those\nof the best of all others in the\nsame processes, and which it is"
-    ax.text(0.05, 0.78, told, va="center", fontsize=14, color=EDGE)
+    told = "Iterations of Tatami over those\nof the best of all others in the\nsame processes, and which it is.\nDDP is the one with weighted\nbatches; tatami DP is\ntatami.DataParallel"
+    ax.text(0.05, 0.81, told, va="center", fontsize=14, color=EDGE)
 
 
-assert set(NAMES) == set(CONTESTANTS)
+assert (set(NAMES), set(LINKS), set(NETWORKS)) == (set(CONTESTANTS), set(BANDWIDTHS), set(SIZES))
