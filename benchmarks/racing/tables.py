@@ -172,7 +172,10 @@ def _key(ax: Axes) -> None:
         top = 0.02 + 0.16 * place
         ax.add_patch(Rectangle((0.05, top), 0.14, 0.12, facecolor=_colour(gain), edgecolor=GREY, linewidth=0.5))
         ax.text(0.25, top + 0.06, words, va="center", fontsize=14, color=EDGE)
-    told = "Iterations of Tatami over those\nof the best of all others in the\nsame processes, and which it is.\nDDP is the one with weighted\nbatches; tatami DP is\ntatami.DataParallel"
+    told = (
+        "Iterations of Tatami over those\nof the best of all others in the\nsame processes, and which it is.\n"
+        "DDP is the one with weighted\nbatches; tatami DP is\ntatami.DataParallel"
+    )
     ax.text(0.05, 0.81, told, va="center", fontsize=14, color=EDGE)
 
 
