@@ -31,6 +31,7 @@ from tatami.partition.blocks import find_blocks, workload_of
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.sample import Sample
 from tatami.tiling import Span
+from tatami.workload import Workload
 
 _TIMEOUT_S = 600.0
 _LOSS_ERROR, _UPDATE_ERROR = 1e-5, 1e-3
@@ -97,12 +98,14 @@ class Race:
     def _measured(self) -> Cluster:
         """As `tatami.tile(speeds="measure")` does it; once, so that the shares of all are of the same speeds."""
         network, comm = self._network, self._comm
-        whole = copy_of(network.model)
-        sample = network.x[:2]
-        comm.barrier()
-        found = find_blocks(whole, sample=sample, random="plain", batch_size=self._cell.samples)
-        workload = workload_of(whole, found, samples=self._cell.samples)
-        curves = measure_network_curves(whole, Sample.of(sample), comm, batch_size=self._cell.samples)
+        whole, sample, samples = copy_of(network.model), network.x[:2], self._cell.samples
+        workload: Workload | None = None
+        if comm.rank == 0:  # tracing is the same everywhere, and the hosts share two cores
+            with self._at_full_speed():
+                found = find_blocks(whole, sample=sample, random="plain", batch_size=samples)
+                workload = workload_of(whole, found, samples=samples)
+        workload = comm.bcast_object(workload)
+        curves = measure_network_curves(whole, Sample.of(sample), comm, batch_size=samples)
         cluster = measure_messages(at_hosts(Cluster.from_speeds([1.0] * comm.size), comm), comm)
         return with_curves(cluster, curves, workload=workload)
 
@@ -138,7 +141,8 @@ class Race:
             return made[name]()
         if name.startswith("ddp"):
             return Ddp(name, network, comm, speeds=speeds)
-        return Tatami(name, network, comm, cluster=cluster)
+        with self._at_full_speed():  # it traces and tests the network
+            return Tatami(name, network, comm, cluster=cluster)
 
     def _checked(self, racer: AbstractRacer, *, rounded: bool) -> dict[str, Any]:
         """How far the weights are from the plain network's after one step of the same samples."""

@@ -123,7 +123,7 @@ def draw(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(11.0, 7.6), layout="constrained")
     panels: list[Axes] = list(figure.subplots(2, 3).flat)
     cells = grid(records)
-    for ax, network in zip(panels, SIZES, strict=False):
+    for place, (ax, network) in enumerate(zip(panels, SIZES, strict=False)):
         for row, hosts in enumerate(SPEEDS):
             for column, bandwidth in enumerate(BANDWIDTHS):
                 _tile(ax, row, column, rates(cells[network, hosts, bandwidth]))
@@ -131,7 +131,7 @@ def draw(records: Sequence[Record]) -> Figure:
         ax.set_xlim(0, len(BANDWIDTHS))
         ax.set_ylim(len(SPEEDS), 0)
         ax.set_xticks([each + 0.5 for each in range(len(BANDWIDTHS))], list(LINKS.values()), fontsize=13)
-        rows = [f"{hosts} hosts" for hosts in SPEEDS] if ax.get_subplotspec().is_first_col() else [""] * len(SPEEDS)
+        rows = [f"{hosts} hosts" for hosts in SPEEDS] if place % 3 == 0 else [""] * len(SPEEDS)
         ax.set_yticks([each + 0.5 for each in range(len(SPEEDS))], rows, fontsize=13)
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
