@@ -61,7 +61,7 @@ class Sizes:
     shape: dict[str, int] = field(default_factory=dict)
 
 
-_USUAL = {2: 1.5, 4: 4.0, 8: 5.0}
+_USUAL = {2: 2.0, 4: 4.0, 8: 5.0}
 SIZES = {
     "gpt": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4, "tokens": 64}),
     "llama": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4, "groups": 2, "tokens": 64}),
