@@ -41,7 +41,7 @@ from tatami.report import EfficiencyRound, efficiency
 RESULTS = Path(__file__).parent / "results" / "rivals.jsonl"
 _START_S = {2: 20.0, 4: 35.0, 8: 50.0}
 """Until all are made: starting the lab, measuring the machines, tracing."""
-_STEPS, _COMPUTE_S, _WEIGHTS, _EXPOSED = 2.5, 0.4, 0.7e6, 0.75
+_STEPS, _COMPUTE_S, _WEIGHTS, _EXPOSED = 2.5, 0.4, 0.5e6, 0.75
 """For the estimate: iterations of each contestant before those that are timed, what one computes, weights of a network, and how
 much of their exchange is not hidden."""
 

@@ -18,7 +18,7 @@ from torch import nn
 from tatami.cli.tasks import CharacterGpt, NextTokenLoss
 
 _CHARACTERS, _CLASSES = 96, 10
-_SIDE, _PATCH = 32, 4
+_SIDE, _PATCH = 28, 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,12 +61,12 @@ class Sizes:
     shape: dict[str, int] = field(default_factory=dict)
 
 
-_USUAL = {2: 2.0, 4: 4.0, 8: 5.0}
+_USUAL = {2: 2.0, 4: 4.0, 8: 8.0}
 SIZES = {
-    "gpt": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4, "tokens": 64}),
-    "llama": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4, "groups": 2, "tokens": 64}),
+    "gpt": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 80, "heads": 4, "tokens": 48}),
+    "llama": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 80, "heads": 4, "groups": 2, "tokens": 48}),
     "resnet": Sizes(samples=32, dilation=_USUAL, shape={"width": 16}),
-    "vit": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 96, "heads": 4}),
+    "vit": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 80, "heads": 4}),
     "perceptron": Sizes(samples=1024, dilation={2: 20.0, 4: 30.0, 8: 40.0}, repeats=3),
 }
 
@@ -204,7 +204,7 @@ class _Pooled(nn.Module):
 
 
 def _resnet(samples: int, generator: torch.Generator, *, width: int) -> Network:
-    """ResNet-18 as it is for images of 32 x 32: width 64 is the published one."""
+    """ResNet-18 as it is for small images: width 64 is the published one."""
     x, y = _images(samples, generator)
     stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
     widths = [width, width, 2 * width, 4 * width, 8 * width]
