@@ -121,7 +121,7 @@ def test_round_trips_and_a_step_of_two_halves_are_measured(tmp_path: Path) -> No
     assert step["bound_s"] == pytest.approx(sum(parts_s))
 
 
-MODULES = ("paper.rank", "paper.measuring", "rehearsal.rank", "rehearsal.server")
+MODULES = ("paper.rank", "paper.measuring", "racing.rank", "rehearsal.rank", "rehearsal.server")
 
 
 def test_another_process_finds_the_packages_from_any_folder(tmp_path: Path) -> None:
