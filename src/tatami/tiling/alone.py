@@ -49,7 +49,9 @@ def alone_warning(planned: Plan, *, cluster: Cluster, cost: AbstractCost | None 
     (name,) = alone.layout.processors
     plan = "it is the only one that this plan uses"
     if (number := len(planned.layout.processors)) > 1:
-        plan = f"this plan of {number} ranks {format_duration(planned.predicted_s, digits=3)}"
+        plan = f"this plan of {number} ranks {format_duration(planned.predicted_s, digits=3)}, too little less to be sure of"
+        if planned.predicted_s >= alone.predicted_s:
+            plan = f"this plan of {number} ranks {format_duration(planned.predicted_s, digits=3)}"
     return (
         f"{name} alone is predicted to take {format_duration(alone.predicted_s, digits=3)} an iteration, and {plan}: train on "
         "that machine alone, or give more samples an iteration or a faster link (`tatami plan` says what would bring how much)"
