@@ -115,6 +115,7 @@ def hold(comm: AbstractCommunicator, folder: Path) -> None:
         speeds=holding(comm.size),
         layout=alone if comm.size == 1 else None,
         reduction="mean",
+        optimizer_moments=1,
         quiet=True,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -291,3 +291,13 @@ def test_the_gradient_of_a_tied_weight_is_there_from_the_head_on() -> None:
     network[-1].weight = network[0].weight
     workload = workload_of(network, find_blocks(network, sample=torch.randint(512, (4, 8)), random="plain"), samples=4)
     assert max(kept for kept, there in workload.backward_moments if there == 1) >= 0.95
+
+
+def test_plans_count_the_moments_that_the_optimizer_is_said_to_keep() -> None:
+    network = perceptron()
+    found = find_blocks(network, sample=None, random="plain")
+    adam, momentum, plain = (workload_of(network, found, samples=4, optimizer_moments=number) for number in (2, 1, 0))
+    assert [each.state_bytes_per_parameter for each in (adam, momentum, plain)] == [20.0, 16.0, 12.0]
+    assert [each.update_bytes_per_parameter for each in (adam, momentum, plain)] == [8.0, 0.0, 0.0]
+    with pytest.raises(InputError, match="optimizer_moments must be at least 0, not -1"):
+        run_threads(lambda comm: tile(network, comm, batch_size=4, optimizer_moments=-1), size=1)

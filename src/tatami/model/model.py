@@ -185,6 +185,7 @@ class TiledModel(nn.Module):
         staged: StagedNetwork | None = None,
         shard_fractions: Sequence[float] | None = None,
         recompute: bool | None = None,
+        optimizer_moments: int = 2,
     ) -> None:
         super().__init__()
         self._plain = tuple(map(weakref.ref, plain.parameters())) if isinstance(plain, nn.Module) else ()
@@ -202,6 +203,7 @@ class TiledModel(nn.Module):
         self.link_times = LinkTimes(phases.clock)
         self.generator = generator
         self._shard_fractions, self._recompute = shard_fractions, recompute
+        self._optimizer_moments = optimizer_moments
         self.draws = draws
         self._deferred = DeferredPasses()
         self._part = 0
@@ -243,6 +245,7 @@ class TiledModel(nn.Module):
             wire=self._wire,
             local_statistics=self._has_local_statistics,
             sharded_optimizer=self._shard_fractions is not None,
+            optimizer_moments=self._optimizer_moments,
         )
         workload = replace(as_probed(work, self.cluster), recompute=self._recompute)
         return Seat(

@@ -67,6 +67,7 @@ def tile(
     micro_batches: int | None = None,
     recompute: bool | None = None,
     sharded_optimizer: bool = False,
+    optimizer_moments: int = 2,
     cost: AbstractCost | None = None,
     reduction: LossReduction | None = None,
     random: Literal["plain", "local"] = "plain",
@@ -104,6 +105,8 @@ def tile(
             because they lack memory. Not with pipeline stages yet.
         sharded_optimizer: each rank updates a shard of the weights and keeps the optimizer's state of that shard alone, a share
             by memory and speed; the others are sent its weights (ZeRO; docs/training.md). Replicas then have one rank each.
+        optimizer_moments: tensors as large as a weight that the optimizer keeps for it, which plans count as memory: 2 for Adam
+            and AdamW, 1 for SGD with momentum, 0 for plain SGD.
         cost: what the planner minimises; None for the planner's own choice.
         reduction: what the loss function does with samples, "mean" or "sum": its own `reduction`. Not needed for a `Trainer`,
             which reads it from the loss; a loop written by hand cannot go backward without.
@@ -140,6 +143,7 @@ def tile(
         raise InputError(f"batch_norm must be 'global' or 'local', not {batch_norm!r}")
     check_wire(wire)
     check_at_least(1, stages=stages, micro_batches=micro_batches)
+    check_at_least(0, optimizer_moments=optimizer_moments)
     if layout is not None and stages is not None:
         raise InputError(f"give tatami.tile a layout or a number of stages, not both; the layout is {layout.to_json()}")
     if layout is not None and micro_batches is not None:
@@ -164,6 +168,7 @@ def tile(
         "micro_batches": micro_batches,
         "recompute": recompute,
         "sharded_optimizer": sharded_optimizer,
+        "optimizer_moments": optimizer_moments,
     }
     # An elastic run may begin, or begin again, with fewer ranks than stages, as one that joins it does.
     planned_stages = None if comm.changes and stages is not None and stages > comm.size else stages
@@ -192,6 +197,7 @@ def tile(
             wire=wire,
             local_statistics=batch_norm == "local",
             sharded_optimizer=sharded_optimizer,
+            optimizer_moments=optimizer_moments,
         )
         if target.type != "cpu":
             whole = whole.to(target)
@@ -303,6 +309,7 @@ def tile(
         staged=staged,
         shard_fractions=[shares.get(each.name, 0.0) for each in cluster.processors] if sharded_optimizer else None,
         recompute=recompute,
+        optimizer_moments=optimizer_moments,
     )
     if is_made_here:
         gc.collect()  # torch.export leaves cycles behind that hold the whole weights until Python happens to look for them

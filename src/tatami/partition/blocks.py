@@ -27,10 +27,11 @@ from tatami.runtime.rows import TiledBlock
 from tatami.stages.stand_in import StandIn
 from tatami.workload import Block, Recomputation, RecomputedLayer, Workload
 
-_COPIES = 5
-"""A weight, its gradient, two moments of Adam, and the Trainer's copy of the last good weight."""
-_SHARDED_COPIES = 3
-"""Copies that a rank keeps of its shard alone: all but the weight and its gradient."""
+_OWN_COPIES = 2
+"""A weight and its gradient."""
+_GOOD_COPIES = 1
+"""The Trainer's copy of the last good weight; with the optimizer's moments a rank may keep it of its shard alone."""
+_ADAM_MOMENTS = 2
 _UPDATE_COPIES = 2
 """Temporary tensors of Adam as large as the weight that it is updating: the root of its second moment, and the quotient."""
 _STATISTICS_BYTES = 128
@@ -339,6 +340,7 @@ def workload_of(
     wire: str | None = None,
     local_statistics: bool = False,
     sharded_optimizer: bool = False,
+    optimizer_moments: int = _ADAM_MOMENTS,
 ) -> Workload:
     """The workload of `model` with the blocks that `find_blocks` found in it.
 
@@ -349,7 +351,9 @@ def workload_of(
         wire: to what sums are rounded on their way; None: they travel as they are.
         local_statistics: whether batch normalization takes the statistics of each replica's samples, and sums nothing.
         sharded_optimizer: whether each rank keeps the optimizer's state, and the copy, of its shard of the weights alone.
+        optimizer_moments: tensors as large as a weight that the optimizer keeps for it.
     """
+    optimizer_copies = _GOOD_COPIES + optimizer_moments
     tiled = {name for block in found.blocks for name in block.cuts}
     own = [(name, tensor) for name, tensor in model.named_parameters() if not isinstance(tensor, StandIn)]
     trained = {name: parameter for name, parameter in own if parameter.requires_grad}
@@ -371,9 +375,9 @@ def workload_of(
         replicated_flop_per_sample=_replicated_flop(found, replicated),
         wire=wire,
         element_bytes=element_bytes,
-        state_bytes_per_parameter=_COPIES * element_bytes,
-        sharded_bytes_per_parameter=_SHARDED_COPIES * element_bytes if sharded_optimizer else 0.0,
-        update_bytes_per_parameter=_UPDATE_COPIES * element_bytes,
+        state_bytes_per_parameter=(_OWN_COPIES + optimizer_copies) * element_bytes,
+        sharded_bytes_per_parameter=optimizer_copies * element_bytes if sharded_optimizer else 0.0,
+        update_bytes_per_parameter=_UPDATE_COPIES * element_bytes if optimizer_moments >= _ADAM_MOMENTS else 0.0,
         largest_parameters=max((parameter.numel() for parameter in replicated), default=0),
         backward_moments=((1.0, 1.0),) if found.captured is None else tuple(found.captured.backward_moments),
         recomputation=_recomputation(found, blocks),

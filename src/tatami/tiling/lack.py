@@ -104,7 +104,7 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
     if workload.state_bytes_per_parameter > _PLAIN_SGD_BYTES and fits(
         cluster, replace(workload, state_bytes_per_parameter=_PLAIN_SGD_BYTES, update_bytes_per_parameter=0.0)
     ):
-        yield "all samples would fit with an optimizer without moments, such as plain SGD"
+        yield "all samples would fit with an optimizer without moments, such as plain SGD (tatami.tile(optimizer_moments=0))"
     if workload.batch_statistics and fits(cluster, replace(workload, batch_statistics=())):
         yield 'all would fit in micro-batches with batch_norm="local" (each takes its own statistics, as in DDP: not exact)'
     bought = sorted(_bought(held, cluster=cluster, workload=workload, cost=cost))
