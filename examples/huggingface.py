@@ -38,5 +38,7 @@ for step, window in enumerate(windows):
     loss = model(input_ids=mine, labels=mine).loss  # the network's own loss, the mean over this rank's samples
     loss.backward()  # every .grad now holds the gradient over the global batch
     optimizer.step()
-    if step % 20 == 19 and comm.rank == 0:
-        print(f"step {step + 1}: loss {loss.item():.2f} on rank 0's samples")
+    if step % 20 == 19:
+        whole = model.global_loss(loss)  # of all samples, on all ranks; loss itself is of this rank's, if it has any
+        if comm.rank == 0:
+            print(f"step {step + 1}: loss {whole:.2f}")

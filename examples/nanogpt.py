@@ -68,5 +68,7 @@ for step, chosen in enumerate(starts):
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     loss.backward()  # type: ignore[no-untyped-call]  # every .grad now holds the gradient over the global batch
     optimizer.step()
-    if step % 20 == 19 and comm.rank == 0:
-        print(f"step {step + 1}: loss {loss.item():.2f} on rank 0's samples")
+    if step % 20 == 19:
+        whole = model.global_loss(loss)  # of all samples, on all ranks; loss itself is of this rank's, if it has any
+        if comm.rank == 0:
+            print(f"step {step + 1}: loss {whole:.2f}")

@@ -51,7 +51,7 @@ class StandIn(torch.Tensor):
         if func in _LOOKS:
             raise ModelError(
                 "this value is computed by the ranks of another stage, and is not here: the loss and the network's results are "
-                "on the last stage"
+                "on the last stage. model.global_loss(loss), called on all ranks, gives each of them that of the whole batch"
             )
         kwargs = kwargs or {}
         if func._schema.is_mutable and any(map(_is_real, _written(func, args, kwargs))):
