@@ -268,6 +268,21 @@ def test_a_rank_that_never_comes_ends_the_job_after_the_timeout(job: Job) -> Non
     assert re.search(r"CommTimeoutError: barrier on rank 1 of 2 timed out after [\d.]+ s: not every rank joined", ended.err)
 
 
+def test_a_rank_that_never_starts_mpi_is_not_waited_for_without_end(job: Job) -> None:
+    script = """
+        import os, time
+        from tatami.comm import init, session
+        session.START_TIMEOUT_S = 2.0
+        if os.environ["PMI_RANK"] == "1":
+            time.sleep(1000)
+        init()
+    """
+    ended = job(script, ranks=2)
+    assert ended.code != 0
+    assert "Timeout (0:00:02)!" in ended.err
+    assert "in _meet_all_ranks_of_the_job" in ended.err
+
+
 def test_a_world_under_mpiexec_fails_on_all_ranks_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tatami.testing.worlds"]\n', encoding="utf-8")
     (tmp_path / "test_ranks.py").write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import os
 import signal
@@ -37,6 +38,10 @@ _LOCK_TRIES, _LOCK_SLEEP_S = 100, 0.01
 _PATIENCE_S = 2.0
 """For a launcher that does not read."""
 _PASSING_ON_S = 0.1
+
+START_TIMEOUT_S = 300.0
+"""For the ranks that come last: they may load torch from a disk that many share."""
+_STDERR = 2
 
 _GOODBYE_POLICY = WaitPolicy(spin_s=0.0, longest_sleep_s=5e-3)
 """Nothing hurries at the end: other ranks may still compute, and should have the cores."""
@@ -77,10 +82,23 @@ def load_mpi() -> ModuleType:
         raise MissingExtraError(f"MPI for Python (mpi4py: {error})", extra="mpi") from error
     if not MPI.Is_initialized():
         # Any thread may wait or fail; the lock this needs inside MPI costs less than 0.1 us an operation.
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _meet_all_ranks_of_the_job(MPI)
         add_exception_hook()
         atexit.register(_say_goodbye, MPI)
     return MPI
+
+
+def _meet_all_ranks_of_the_job(mpi: Any) -> None:
+    """Start MPI, which waits until every rank has done so; end this rank if one does not come within `START_TIMEOUT_S`.
+
+    MPI waits in C and lets no other thread of Python run. The one of `faulthandler` needs none: it prints that the time is over
+    and where this rank waited, which is why this function has the name that it has, and ends the process.
+    """
+    faulthandler.dump_traceback_later(START_TIMEOUT_S, exit=True, file=_STDERR)
+    try:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def say_goodbye_with(roll_call: AbstractRollCall) -> None:
