@@ -207,12 +207,14 @@ class _Normalize(torch.autograd.Function):
             grads = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
             return (*(next(grads) if wanted else None for wanted in is_wanted[:3]), None, None)
         values, given = (each.float() if each.dtype in HALVES else each for each in (x, grad))
-        if batch.sums is None and batch.counts and x.numel():  # all values are here: torch's own backward pass is that of one rank
+        if (
+            batch.sums is None and batch.counts and x.numel()
+        ):  # all values are here: torch's own backward pass is that of one rank
             scale = None if weight is None else weight.to(values.dtype)
             saved = mean, torch.rsqrt(variance + eps)
             found = _backward(given, values, scale, None, None, *saved, True, eps, list(is_wanted[:3]))
-            grads = zip(found, (x, weight, bias), strict=True)
-            return (*(None if of is None or like is None else of.to(like.dtype) for of, like in grads), None, None)
+            pairs = zip(found, (x, weight, bias), strict=True)
+            return (*(None if of is None or like is None else of.to(like.dtype) for of, like in pairs), None, None)
         wide = _axes(values)[1]
         if x.numel():
             _, of_weight, of_bias = _backward(given, values, None, mean, variance, None, None, False, eps, [False, True, True])

@@ -161,7 +161,7 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(world: World)
 @pytest.mark.ranks(2, 3)
 def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the ranks still learn the order of gradients nothing has left, and the pass can be repeated."""
-    monkeypatch.setattr(tatami.runtime.overlapped_sums, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(tatami.runtime.overlapped_sums, "bucket_bytes_of", lambda _: 8)
 
     def body(comm: AbstractCommunicator) -> None:
         model, inner = tiled(comm)

@@ -26,7 +26,7 @@ from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TatamiError
 from tatami.functions.structure import with_tensors
 from tatami.gradients.bucketed_sums import BucketedSums
-from tatami.gradients.buckets import BUCKET_BYTES, check_wire
+from tatami.gradients.buckets import BUCKET_BYTES, bucket_bytes_of, check_wire
 from tatami.gradients.engine import GradientEngine
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.inputs import check_at_least
@@ -84,7 +84,7 @@ class DataParallel(nn.Module):
                 the first delivers none, so that an optimizer leaves the weights alone. `flush` delivers the last.
             algorithm: of `tatami.comm.AllReduce`, run at the end of backward; None: while it runs.
             bucket_bytes: the largest size of a bucket of several parameters; None: by the tuning table of this cluster
-                (`tatami bench allreduce --tune`), 4 MiB where there is none.
+                (`tatami bench allreduce --tune`); where there is none, 4 MiB, or an eighth of the gradients between hosts.
 
         Raises:
             InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is not a float;
@@ -120,9 +120,10 @@ class DataParallel(nn.Module):
         same_everywhere(comm, options, where="DataParallel")
         broadcast_model(module, comm, where="DataParallel")
         self._reduction = reduction
+        usual = bucket_bytes_of(trained) if len(set(comm.hosts)) > 1 else BUCKET_BYTES
         self._sums = BucketedSums(
             self._comm,
-            bucket_bytes=bucket_bytes or tuned_bucket_bytes(comm) or BUCKET_BYTES,
+            bucket_bytes=bucket_bytes or tuned_bucket_bytes(comm) or usual,
             wire=wire,
             algorithm=algorithm,
             is_stale=double_buffering,
