@@ -22,8 +22,8 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 LEAST_BUCKET_BYTES = 256 << 10
 _PARTS = 8
-"""Of a GPT of 2 MB on four hosts with 1 Gbit/s, sums in 2 buckets are as slow as one after the pass (0.83 x DDP), and those in 8
-as fast as DDP's."""
+"""Of a GPT of 2 MB on four hosts with 1 Gbit/s, sums in 2 buckets are as slow as one after the pass (0.83 x DDP), those in 8 as
+fast as DDP's."""
 
 
 def bucket_bytes_of(parameters: Sequence[torch.Tensor]) -> int:
