@@ -22,8 +22,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 LEAST_BUCKET_BYTES = 256 << 10
 _PARTS = 8
-"""Of a GPT of 2 MB on four hosts with 1 Gbit/s, sums in 2 buckets are as slow as one after the pass (0.83 x DDP), those in 8 as
-fast as DDP's."""
+"""A GPT of 2 MB on four hosts with 1 Gbit/s is 0.85 x as fast as DDP with 2 buckets or none, and as fast with 8."""
 
 
 def bucket_bytes_of(parameters: Sequence[torch.Tensor]) -> int:
