@@ -77,7 +77,7 @@ def bench_functions(benchmark: FunctionsBenchmark, comm: AbstractCommunicator) -
         InputError: as `FunctionsBenchmark.check`.
     """
     benchmark.check(ranks=comm.size)
-    mpi = load_mpi().COMM_WORLD.Dup()
+    mpi = load_mpi(timeout_s=comm.timeout_s).COMM_WORLD.Dup()
     start_gloo(comm)
     try:
         for size_bytes in sorted(set(benchmark.sizes_bytes)):

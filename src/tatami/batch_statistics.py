@@ -207,9 +207,7 @@ class _Normalize(torch.autograd.Function):
             grads = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
             return (*(next(grads) if wanted else None for wanted in is_wanted[:3]), None, None)
         values, given = (each.float() if each.dtype in HALVES else each for each in (x, grad))
-        if (
-            batch.sums is None and batch.counts and x.numel()
-        ):  # all values are here: torch's own backward pass is that of one rank
+        if batch.sums is None and batch.counts and x.numel():  # all values are here: torch's own is faster
             scale = None if weight is None else weight.to(values.dtype)
             saved = mean, torch.rsqrt(variance + eps)
             found = _backward(given, values, scale, None, None, *saved, True, eps, list(is_wanted[:3]))

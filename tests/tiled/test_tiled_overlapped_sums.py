@@ -1,6 +1,7 @@
 """Gradients of replicas of one rank, summed while the backward pass computes: as between hosts, which these ranks play."""
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import tatami.model.model
 import tatami.runtime.overlapped_sums
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, TrainingError
+from tatami.gradients import buckets
 from tatami.testing.worlds import World
 from tatami.tiling import Layout
 from tatami.train import TiledModel, move, tile
@@ -161,7 +163,7 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(world: World)
 @pytest.mark.ranks(2, 3)
 def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the ranks still learn the order of gradients nothing has left, and the pass can be repeated."""
-    monkeypatch.setattr(tatami.runtime.overlapped_sums, "bucket_bytes_of", lambda _: 8)
+    monkeypatch.setattr(tatami.runtime.overlapped_sums, "usual_bucket_bytes", lambda *_: 8)
 
     def body(comm: AbstractCommunicator) -> None:
         model, inner = tiled(comm)
@@ -207,3 +209,21 @@ def test_nobody_may_watch_links_or_round_meanwhile(world: World) -> None:
             assert bool(model.link_times.sent_s) == is_watched
 
     world(body)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tuned", "gradients", "expected"),
+    [
+        ("ab", None, 1 << 20, 256 << 10),
+        ("ab", None, 16 << 20, 2 << 20),
+        ("ab", None, 1 << 30, 4 << 20),
+        ("ab", 3 << 20, 1 << 20, 3 << 20),
+        ("aa", None, 1 << 20, 4 << 20),
+    ],
+)
+def test_buckets_between_hosts_are_a_part_of_all_gradients(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, tuned: int | None, gradients: int, expected: int
+) -> None:
+    monkeypatch.setattr(buckets, "tuned_bucket_bytes", lambda _: tuned)
+    comm = Mock(hosts=tuple(hosts))
+    assert buckets.usual_bucket_bytes(comm, [torch.empty(gradients // 4, device="meta")]) == expected

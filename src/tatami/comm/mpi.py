@@ -162,7 +162,7 @@ class MpiCommunicator(AbstractMpiCommunicator):
         Raises:
             MissingExtraError: mpi4py, or an MPI library for it, is not installed.
         """
-        mpi = load_mpi()
+        mpi = load_mpi(timeout_s=timeout_s)
         comm = mpi.COMM_WORLD.Dup()
         # Who shares this host is not known yet: as if all did, a wait is polite in any case.
         unknown = cls(comm, mpi=mpi, hosts=(socket.gethostname(),) * comm.Get_size(), timeout_s=timeout_s)

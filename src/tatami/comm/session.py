@@ -64,8 +64,11 @@ def hold(requests: list[Any], tensors: object) -> None:
     _dropped.append((requests, tensors))
 
 
-def load_mpi() -> ModuleType:
+def load_mpi(*, timeout_s: float) -> ModuleType:
     """`mpi4py.MPI`, initialised. What Tatami starts, Tatami ends; a program that started MPI itself keeps that right.
+
+    Args:
+        timeout_s: how long this rank waits for others to start MPI, where it is more than `START_TIMEOUT_S`.
 
     Raises:
         MissingExtraError: mpi4py, or an MPI library for it, is not installed.
@@ -82,19 +85,19 @@ def load_mpi() -> ModuleType:
         raise MissingExtraError(f"MPI for Python (mpi4py: {error})", extra="mpi") from error
     if not MPI.Is_initialized():
         # Any thread may wait or fail; the lock this needs inside MPI costs less than 0.1 us an operation.
-        _meet_all_ranks_of_the_job(MPI)
+        _meet_all_ranks_of_the_job(MPI, timeout_s=max(timeout_s, START_TIMEOUT_S))
         add_exception_hook()
         atexit.register(_say_goodbye, MPI)
     return MPI
 
 
-def _meet_all_ranks_of_the_job(mpi: Any) -> None:
-    """Start MPI, which waits until every rank has done so; end this rank if one does not come within `START_TIMEOUT_S`.
+def _meet_all_ranks_of_the_job(mpi: Any, *, timeout_s: float) -> None:
+    """Start MPI, which waits until every rank has done so; end this process if one has not come within `timeout_s`.
 
-    MPI waits in C and lets no other thread of Python run. The one of `faulthandler` needs none: it prints that the time is over
-    and where this rank waited, which is why this function has the name that it has, and ends the process.
+    MPI waits in C and lets no other thread of Python run. The one of `faulthandler`, of which a process has one, needs none: it
+    prints that the time is over and where this rank waited, which is why this function has the name that it has.
     """
-    faulthandler.dump_traceback_later(START_TIMEOUT_S, exit=True, file=_STDERR)
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=_STDERR)
     try:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     finally:

@@ -22,11 +22,10 @@ from tatami.cluster import Cluster
 from tatami.comm.agreement import Watch, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.refusals import fail_together
-from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TatamiError
 from tatami.functions.structure import with_tensors
 from tatami.gradients.bucketed_sums import BucketedSums
-from tatami.gradients.buckets import BUCKET_BYTES, bucket_bytes_of, check_wire
+from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.inputs import check_at_least
@@ -120,10 +119,9 @@ class DataParallel(nn.Module):
         same_everywhere(comm, options, where="DataParallel")
         broadcast_model(module, comm, where="DataParallel")
         self._reduction = reduction
-        usual = bucket_bytes_of(trained) if len(set(comm.hosts)) > 1 else BUCKET_BYTES
         self._sums = BucketedSums(
             self._comm,
-            bucket_bytes=bucket_bytes or tuned_bucket_bytes(comm) or usual,
+            bucket_bytes=bucket_bytes or usual_bucket_bytes(comm, trained),
             wire=wire,
             algorithm=algorithm,
             is_stale=double_buffering,

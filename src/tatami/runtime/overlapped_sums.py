@@ -17,12 +17,12 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.bucketed_sums import BucketedSums
-from tatami.gradients.buckets import LEAST_BUCKET_BYTES, bucket_bytes_of
+from tatami.gradients.buckets import LEAST_PART_BYTES, usual_bucket_bytes
 from tatami.runtime.owner_sums import OwnerSums
 from tatami.runtime.same_batch import different_sizes
 from tatami.runtime.stopwatch import LinkTimes
 
-LEAST_BYTES = 2 * LEAST_BUCKET_BYTES
+LEAST_BYTES = 2 * LEAST_PART_BYTES
 """Less than two buckets of gradients would leave at the end of the pass anyway."""
 
 
@@ -66,7 +66,7 @@ class OverlappedSums(AbstractGradientSums):
             self.close()
             return
         if self._buckets is None:
-            self._buckets = BucketedSums(self._comm, bucket_bytes=bucket_bytes_of(parameters))
+            self._buckets = BucketedSums(self._comm, bucket_bytes=usual_bucket_bytes(self._comm, parameters))
         self._buckets.begin(parameters)
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, weight: float, *, is_whole: bool) -> None:
