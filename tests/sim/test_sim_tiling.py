@@ -135,6 +135,23 @@ def test_half_the_bytes_are_priced_as_they_are_simulated(layout: Layout) -> None
     assert found.bytes_moved < 0.52 * whole.bytes_moved
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("bandwidth_bytes_per_s", [2e7, 1e8, 1e9])
+def test_sums_that_hide_behind_the_backward_pass_are_priced_as_they_are_simulated(
+    replicas: int, bandwidth_bytes_per_s: float
+) -> None:
+    """Longer than the pass, about as long, and much shorter. Prices count the update, 2 % of the flop, as a part of the pass."""
+    layout, workload = grid(replicas, 1), replace(Workload.mlp(600, 800, 400, samples=256), overlaps_sums=True)
+    cluster = replace(cluster_of([1.0] * replicas), network=replace(LINK, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
+    cost = AlphaBetaCost(flop_per_s=1e10)
+    early, after = (
+        cost.price(layout, cluster=cluster, workload=each) for each in (workload, replace(workload, overlaps_sums=False))
+    )
+    assert early.gradients < after.gradients
+    placed = job([1.0] * replicas, layout=layout, cluster=cluster, platform=ClusterPlatform(cluster=cluster), flop_per_s=1e10)
+    assert rehearsed(replace(placed, workload=workload)).total_s == pytest.approx(early.total, rel=0.03)
+
+
 @pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
 def test_what_is_recomputed_is_priced_as_it_is_simulated(layout: Layout) -> None:
     """The forward pass once more, with its sum over the replica."""

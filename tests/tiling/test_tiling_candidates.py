@@ -86,9 +86,10 @@ def test_where_all_processors_have_no_room_another_planner_may_find_some_without
         plan("timed", cluster=cluster, workload=replace(workload, state_bytes_per_parameter=5e3))
 
 
-@given(cluster=clusters, workload=workloads, planner=st.sampled_from(sorted(PLANNERS)))
-def test_a_bound_is_no_higher_than_the_price(cluster: Cluster, workload: Workload, planner: str) -> None:
-    cost = AlphaBetaCost()
+@given(cluster=clusters, workload=workloads, planner=st.sampled_from(sorted(PLANNERS)), overlaps=st.booleans())
+def test_a_bound_is_no_higher_than_the_price(cluster: Cluster, workload: Workload, planner: str, overlaps: bool) -> None:
+    cost = AlphaBetaCost(flop_per_s=1e9 if overlaps else None)
+    workload = replace(workload, overlaps_sums=overlaps)
     layout = PLANNERS[planner].layout(cluster=cluster, workload=workload, cost=cost)
     price = cost.price(layout, cluster=cluster, workload=workload).total
     assert 0 < cost.at_least(layout, cluster=cluster, workload=workload) <= price * (1 + 1e-9)

@@ -372,11 +372,14 @@ clusters = st.lists(st.tuples(st.floats(0.01, 10.0), st.sampled_from("abc")), mi
     net=st.tuples(st.integers(1, 500), st.integers(9, 500), st.integers(1, 500)),
     samples=st.integers(9, 3000),
     flop_per_s=st.sampled_from([1e6, 1e9, 1e12]),
+    overlaps=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 @pytest.mark.filterwarnings("ignore:.*leaves out")
-def test_no_plan_beats_the_bounds(cluster: Cluster, net: tuple[int, int, int], samples: int, flop_per_s: float) -> None:
-    workload = Workload.mlp(*net, samples=samples)
+def test_no_plan_beats_the_bounds(
+    cluster: Cluster, net: tuple[int, int, int], samples: int, flop_per_s: float, overlaps: bool
+) -> None:
+    workload = replace(Workload.mlp(*net, samples=samples), overlaps_sums=overlaps)
     cost = AlphaBetaCost(flop_per_s=flop_per_s)
     for plan in compare(cluster=cluster, workload=workload, cost=cost):
         assert plan.gap >= -1e-9

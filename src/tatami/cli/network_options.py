@@ -45,7 +45,7 @@ class NetworkOptions:
         if self.model is not None and "--net" in given:
             raise InputError(f"--net {self.net} and --model {self.model} are two networks: give one of them")
         if self.model is None:
-            return replace(net_workload(self.net, samples=samples), wire=self.wire)
+            return replace(net_workload(self.net, samples=samples), wire=self.wire, overlaps_sums=True)
         if self.model != "gpt":
             raise InputError(f"there is no model {self.model!r} here; choose gpt, or give --net the sizes of the layers")
         found = gpt_workload(
@@ -57,7 +57,7 @@ class NetworkOptions:
             vocabulary=self.vocabulary,
             samples=samples,
         )
-        return replace(found, wire=self.wire)
+        return replace(found, wire=self.wire, overlaps_sums=True)
 
     @property
     def called(self) -> str:

@@ -39,6 +39,7 @@ from tatami.runtime.batch import on_device
 from tatami.runtime.devices import settle_devices, with_memory
 from tatami.runtime.local_draws import LocalDraws
 from tatami.runtime.losses import LossReduction, check_reduction
+from tatami.runtime.overlapped_sums import may_overlap
 from tatami.runtime.phases import phases_of
 from tatami.same_model import broadcast_model
 from tatami.stages.running import release
@@ -233,7 +234,9 @@ def tile(
                 "(docs/networks.md, Memory): leave recompute out, or give tatami.tile a sample if it has none"
             )
         pieces = () if network is None else network.pieces_with(found, workload.blocks)
-        workload = replace(as_probed(workload, cluster), micro_batches=micro_batches, pieces=pieces)
+        workload = replace(
+            as_probed(workload, cluster), micro_batches=micro_batches, pieces=pieces, overlaps_sums=may_overlap(comm)
+        )
         planned: Plan | StagedPlan | None = None
         if layout is None:
             decide = functools.partial(

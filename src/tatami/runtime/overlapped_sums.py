@@ -4,7 +4,7 @@ A long sum over a slow link hides behind the backward pass if each part of it le
 a replica, gradients therefore travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`). In all other cases
 they travel after the pass (`tatami.runtime.owner_sums`): where ranks share units, within one host, in half precision (`wire`),
 over links of different rates, over which the parts are uneven, and while a re-tiler measures when the messages of each link
-arrive. Prices assume that all gradients travel after the pass.
+arrive.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.bucketed_sums import BucketedSums
-from tatami.gradients.buckets import LEAST_PART_BYTES, usual_bucket_bytes
+from tatami.gradients.buckets import usual_bucket_bytes
 from tatami.runtime.owner_sums import OwnerSums
 from tatami.runtime.same_batch import different_sizes
 from tatami.runtime.stopwatch import LinkTimes
-
-LEAST_BYTES = 2 * LEAST_PART_BYTES
-"""Less than two buckets of gradients would leave at the end of the pass anyway."""
+from tatami.tiling.overlap import LEAST_BYTES
 
 
 class OverlappedSums(AbstractGradientSums):

@@ -20,6 +20,7 @@ from tatami.tiling.compute import compute_s, idle_s, scatter
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.links import LinkGroup, SlowestLink
+from tatami.tiling.overlap import FASTEST_CPU_FLOP_PER_S, buckets_of, not_hidden_s
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.summing import summing_shares, transfer_rates
@@ -56,6 +57,7 @@ class AlphaBetaCost(AbstractCost):
     * gradients: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
       one round where C = 2, otherwise two; the processor that takes longest counts. Where bytes cost some processors more
       than others, those sum less (`summing_shares`). Gradients of layers outside of blocks ride along, or are summed by all.
+      Where they leave in buckets while the backward pass computes, what it does not hide counts (`tatami.tiling.overlap`).
 
     A replica that recomputes has the forward pass of its layers, with its sums, twice.
 
@@ -83,11 +85,12 @@ class AlphaBetaCost(AbstractCost):
         links = SlowestLink(cluster)
         exact_s = compute_s(layout, cluster=cluster, workload=workload, flop_per_s=self.scale(cluster))
         noisy_s = exact_s * (1 + scatter([cluster.by_name[name] for name in layout.processors]))
+        buckets = self.buckets(layout, cluster=cluster, workload=workload)
         tensor_parallel_s = max(replica_sums_s(layout, workload, links))
         return Cost(
             compute=max(noisy_s, idle_s(layout, cluster=cluster) - tensor_parallel_s),
             tensor_parallel=tensor_parallel_s + statistics_s(layout, workload, links),
-            gradients=_gradients_s(layout, workload, links),
+            gradients=max(gradient_sums_s(layout, workload, links, buckets=buckets, compute_s=noisy_s)),
             unit="s",
         )
 
@@ -101,12 +104,22 @@ class AlphaBetaCost(AbstractCost):
             replicas = [*heapq.nlargest(_LOOKED_AT, replicas, key=itemgetter(1)), *deepest]
         tensor_parallel_s = max(_tensor_parallel_s(replica, width, workload, links) for replica, width in replicas)
         before_s = max(exact_s + tensor_parallel_s, idle_s(layout, cluster=cluster)) + statistics_s(layout, workload, links)
-        return before_s + _gradients_at_least_s(layout, workload, links)
+        gradients_s = _gradients_at_least_s(layout, workload, links)
+        buckets = self.buckets(layout, cluster=cluster, workload=workload)
+        return before_s + not_hidden_s(gradients_s, buckets=buckets, backward_s=workload.backward_fraction * exact_s)
 
     def compares_machines(self, cluster: Cluster) -> bool:
         """Whether speeds are flop/s, or it was said how many flop/s they stand for: of relative speeds the seconds of computing
         are a guess, and links known in seconds are no reason then to leave a machine idle that was asked for."""
         return self.flop_per_s is not None or _are_flop_per_s(cluster)
+
+    def buckets(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> int:
+        """In how many gradients leave early; how long relative speeds compute is a guess, and hides nothing."""
+        if not workload.overlaps_sums or not self.compares_machines(cluster):
+            return 1
+        if max(cluster.speeds.values()) * self.scale(cluster) > FASTEST_CPU_FLOP_PER_S:
+            return 1
+        return buckets_of([len(each.processors) for each in layout.replicas], cluster=cluster, workload=workload)
 
     def scale(self, cluster: Cluster) -> float:
         """Flop/s of speed 1 on this cluster."""
@@ -182,13 +195,17 @@ def replica_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> li
     ]
 
 
-def _gradients_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
-    """The longest of all processors."""
-    return max(gradient_sums_s(layout, workload, links))
+def gradient_sums_s(
+    layout: Layout, workload: Workload, links: SlowestLink, *, buckets: int = 1, compute_s: float = 0.0
+) -> list[float]:
+    """The sums across replicas of each processor: bytes of its units, a latency for each round, and replicated layers.
 
-
-def gradient_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> list[float]:
-    """The sums across replicas of each processor: bytes of its units, a latency for each round, and replicated layers."""
+    Args:
+        buckets: in how many gradients leave while the backward pass computes, which hides what the wires take, and neither
+            messages nor copying; 1: after it.
+        compute_s: forward and backward pass.
+    """
+    backward_s = workload.backward_fraction * compute_s / max(replica.micro_batches for replica in layout.replicas)
     num_replicas = len(layout.replicas)
     if num_replicas == 1:
         return [0.0] * len(layout.processors)
@@ -230,12 +247,15 @@ def gradient_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> l
         names = tuple(links.cluster.by_name)  # those without a tile take part
         apart_s = sums_s(sum_algorithm([links.host[name] for name in names]), names, [(1, riders)], workload, links)
         if not workload.blocks:
-            return [apart_s] * len(own)
+            return [not_hidden_s(apart_s, buckets=buckets, backward_s=backward_s)] * len(own)
     riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
     return [
         apart_s
-        + max(wire + riding_s + rounds * latency_s, copied + 2 * riding_bytes / processor.copy_bytes_per_s)
-        + 2 * rounds * messages * processor.message_s
+        + max(
+            not_hidden_s(wire + riding_s + buckets * rounds * latency_s, buckets=buckets, backward_s=backward_s),
+            copied + 2 * riding_bytes / processor.copy_bytes_per_s,
+        )
+        + 2 * buckets * rounds * messages * processor.message_s
         for wire, copied, latency_s, messages, processor in zip(wire_s, copied_s, latencies_s, neighbours, own, strict=True)
     ]
 
@@ -244,7 +264,7 @@ def _gradients_at_least_s(layout: Layout, workload: Workload, links: SlowestLink
     """What the highest tile sends of blocks of many units, over the best links that owners in so many replicas can have."""
     num_replicas = len(layout.replicas)
     if num_replicas == 1 or not workload.blocks:
-        return _gradients_s(layout, workload, links)
+        return max(gradient_sums_s(layout, workload, links))
     elements = sum(count * block.parameters for block, count in workload.kinds if block.units >= FEW * layout.deepest)
     highest = int(layout.heights.argmax())
     height, name = float(layout.heights[highest]), layout.processors[highest]

@@ -86,7 +86,8 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     link = cluster.fastest_link
     if not floor.area_flop:
         # Every sample has its replica: all that is done is done side by side, and its gradients are summed.
-        return min(alone_s, floor.width_flop / fsum(speeds) + _across_s(link, workload=workload))
+        together_s = floor.width_flop / fsum(speeds)
+        return min(alone_s, together_s + max(0.0, _across_s(link, workload=workload) - _hidden(workload) * together_s))
     low, high = floor.area_flop / fsum(speeds), alone_s
     low = min(low, high)
     for _ in range(_BISECTIONS):
@@ -132,6 +133,11 @@ class _Floor:
         )
 
 
+def _hidden(workload: Workload) -> float:
+    """The part of a replica's computation behind which its sums can hide."""
+    return workload.backward_fraction if workload.overlaps_sums else 0.0
+
+
 def _across_s(link: Link, *, workload: Workload) -> float:
     """What a tile of one of several replicas pays at least beside the gradients of its units."""
     return link.transfer_s(workload.replicated_bytes)
@@ -147,7 +153,10 @@ def _largest_area(
     across_s = _across_s(link, workload=workload)
     whole = np.where(time_s >= area_s + width_s, 1.0, 0.0)
     full_width = (time_s - width_s - tensor_parallel_s - tensor_parallel_latency_s) / area_s
-    full_height = (time_s - gradients_s - across_s) / (area_s + width_s)
+    # A whole replica hides a part of its sums behind its backward pass.
+    full_height = np.minimum(
+        time_s / (area_s + width_s), (time_s - gradients_s - across_s) / ((1 - _hidden(workload)) * (area_s + width_s))
+    )
     # Inside: area_s w h + for_width_s w + gradients_s h <= rest. The largest area has the last two terms equal, unless that
     # tile would be higher or wider than the floor: frozen weights send nothing, so only the floor's height limits theirs.
     rest = np.maximum(time_s - tensor_parallel_latency_s - across_s, 0.0)

@@ -58,24 +58,25 @@ def timeline(
     replicas = [index for index, replica in enumerate(layout.replicas) for _ in replica.processors]
     samples = workload.samples * np.array(layout.sample_shares(workload.samples))[replicas]
     again = repeated(layout, workload=workload)[replicas]
-    compute_s = (samples * times / cost.scale(cluster) * again).tolist()
+    micro_batches = again * [layout.replicas[replica].micro_batches for replica in replicas]
+    calls = [
+        calls_s(cluster.by_name[name], blocks=len(workload.blocks), micro_batches=number)
+        for name, number in zip(layout.processors, micro_batches.tolist(), strict=True)
+    ]
+    compute_s = (samples * times / cost.scale(cluster) * again + calls).tolist()
     replica_s, statistic_s = replica_sums_s(layout, workload, links), statistics_s(layout, workload, links)
-    gradients_s = gradient_sums_s(layout, workload, links)
+    buckets = cost.buckets(layout, cluster=cluster, workload=workload)
+    gradients_s = gradient_sums_s(layout, workload, links, buckets=buckets, compute_s=max(compute_s))
     found = []
     for index, name in enumerate(layout.processors):
-        own_s = compute_s[index] + calls_s(
-            cluster.by_name[name],
-            blocks=len(workload.blocks),
-            micro_batches=again[index] * layout.replicas[replicas[index]].micro_batches,
-        )
         sums_s = replica_s[replicas[index]] + statistic_s
         found.append(
             ProcessorTime(
                 processor=name,
-                compute_s=own_s,
+                compute_s=compute_s[index],
                 sums_s=sums_s,
                 gradients_s=gradients_s[index],
-                wait_s=max(0.0, total_s - own_s - sums_s - gradients_s[index]),
+                wait_s=max(0.0, total_s - compute_s[index] - sums_s - gradients_s[index]),
             )
         )
     return tuple(found)

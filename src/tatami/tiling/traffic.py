@@ -95,8 +95,8 @@ class Traffic:
 
     Attributes:
         replicas: the sums of each replica, in the order in which its ranks come to them; none of a replica of one rank.
-        gradients: across the replicas: those that leave while earlier blocks compute, then those that leave when the backward
-            pass is done, one after the other.
+        gradients: across the replicas, one after the other when the backward pass is done; where they leave in buckets before
+            (`tatami.tiling.overlap`), these are not told apart here.
         statistics: over all ranks, those of the forward pass first; a rank comes to them in this order, and in a block after
             the sums over its replica.
     """
@@ -333,6 +333,18 @@ def gradient_sums(
         )
         found.insert(0, large)
     return tuple(found)
+
+
+def bucket_sum(names: Sequence[str], hosts: Mapping[str, str], *, size: int, workload: Workload) -> PlannedSum:
+    """The sum of a bucket of `size` elements, where each of the processors is a replica."""
+    element_bytes = workload.element_bytes
+    return PlannedSum(
+        kind=SumKind.GRADIENTS,
+        block=None,
+        processors=tuple(names),
+        schedule=sum_schedule([hosts[name] for name in names], size=size, element_bytes=element_bytes),
+        element_bytes=element_bytes,
+    )
 
 
 def is_one_vector(*, replicas: int, tiles: int, ranks: int, blocks: int) -> bool:

@@ -47,6 +47,7 @@ class Workload:
             (`tatami.train.measure_sample_flop`).
         element_bytes: 4 for float32.
         wire: one of `WIRES`: what is summed over ranks is rounded to it on its way; None: it travels as it is.
+        overlaps_sums: whether hosts sum gradients while the backward pass computes, where every rank is a replica.
         state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, the optimizer's
             state, and the Trainer's copy of the last good weight. 20 for float32 and Adam, which has two moments; 12 for plain
             SGD, 16 with momentum.
@@ -80,6 +81,7 @@ class Workload:
     sample_flop: float = 0.0
     element_bytes: int = 4
     wire: str | None = None
+    overlaps_sums: bool = False
     state_bytes_per_parameter: float = 20.0
     sharded_bytes_per_parameter: float = 0.0
     replicated_activation_bytes: float = 0.0
@@ -294,6 +296,13 @@ class Workload:
         """Flop that each rank of a replica repeats for its samples, however few units it has."""
         beside = self.replicated_flop_per_sample + self.sample_flop
         return self.samples * (sum(block.flop_per_sample for block in self.blocks) + beside)
+
+    @cached_property
+    def backward_fraction(self) -> float:
+        """Of the flop of an iteration, those of the backward pass; of layers outside of blocks two thirds."""
+        forward = sum(block.flop_per_unit * block.units * block.forward_fraction for block in self.blocks)
+        all_flop = self.flop_per_area + self.flop_per_width
+        return 1 - (self.samples * forward + self.flop_per_width / 3) / all_flop if all_flop else 2 / 3
 
     def flop(self, *, width: float, height: float) -> float:
         """Flop of one iteration of a tile: every block, the replicated layers, and what each sample costs beside.

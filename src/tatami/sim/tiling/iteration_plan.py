@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.collective import Schedule
@@ -17,6 +18,7 @@ from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
 from tatami.tiling.compute import calls_s, scatter
 from tatami.tiling.span import micro_batch_sizes
 from tatami.tiling.summing import transfer_rates
+from tatami.tiling.traffic import bucket_sum
 from tatami.workload import Workload
 
 _NATIVE = NATIVES["mpich"]
@@ -87,6 +89,7 @@ class Floor:
         startup: Startup = NO_STARTUP,
         micro_batches: Sequence[int] | None = None,
         recomputes: Sequence[bool] | None = None,
+        buckets: int = 1,
     ) -> None:
         """Prepare a tiling.
 
@@ -99,6 +102,7 @@ class Floor:
             startup: what each tile costs beyond its area.
             micro_batches: in how many each replica computes its samples; None: in one.
             recomputes: whether each replica recomputes activations; None: none does.
+            buckets: in how many gradients leave while the backward pass computes, where each rank is a replica; 1: after it.
         """
         again = recomputes or [False] * len(tiling.replicas)
         numbers = micro_batches or [1] * len(tiling.replicas)
@@ -118,8 +122,7 @@ class Floor:
         self._rank_of = cluster.rank_of
         self._schedules: dict[int, Schedule] = {}
         self.gradients = tuple(map(self._ready, self.traffic.gradients))
-        self.across = tuple(each for each in self.gradients if each.planned.block is None)
-        leaving = {each.planned.block: each for each in self.gradients}
+        self.across = self.gradients
         placed = {tile.processor for tile in tiling.tiles}
         self.names = {
             rank: each.name
@@ -157,11 +160,18 @@ class Floor:
                     for leg in _legs(
                         work.part(size / samples if samples else 1.0),
                         [*ready[index * each_time : (index + 1) * each_time], *statistics],
-                        leaving=leaving if index == len(sizes) - 1 else {},
                     )
                 )
                 self.update_flop[rank] = work.update_flop
                 self.works[rank] = passes * workload.tile_work([tile.units.size for tile in tiles], samples=samples)
+        if buckets > 1:
+            elements = sum(each.planned.schedule.size for each in self.gradients)
+            cuts = [elements * index // buckets for index in range(buckets + 1)]
+            self.gradients = tuple(
+                self._ready(bucket_sum(names, hosts, size=stop - start, workload=workload)) for start, stop in pairwise(cuts)
+            )
+            self.across = ()
+            self.legs = {rank: _with_buckets(legs, self.gradients) for rank, legs in self.legs.items()}
 
     def _ready(self, planned: PlannedSum) -> FloorSum:
         # Alike sums share one schedule: what it has looked up of its groups is looked up once.
@@ -176,6 +186,21 @@ class Floor:
         )
 
 
+def _with_buckets(legs: Sequence[Leg], buckets: Sequence[FloorSum]) -> tuple[Leg, ...]:
+    """The legs of a rank with its last backward pass cut, so that each bucket leaves after its part of the flop."""
+    first = max((index + 1 for index, leg in enumerate(legs) if not leg.backward), default=0)
+    each = sum(leg.flop for leg in legs[first:]) / len(buckets)
+    result, waiting, until = list(legs[:first]), list(buckets), each
+    for leg in legs[first:]:
+        left = leg.flop
+        while waiting and until <= left:
+            result.append(Leg(flop=until, backward=True, sums=(), leaves=(waiting.pop(0),)))
+            left, until = left - until, each
+        result.append(replace(leg, flop=left))
+        until -= left
+    return (*result, Leg(flop=0.0, backward=True, sums=(), leaves=tuple(waiting)))
+
+
 def _with_calls(startup: Startup, seconds: float, *, blocks: int, speed: float) -> Startup:
     """With the calls of an iteration shared out among the blocks, as flop at this speed."""
     each = seconds / max(blocks, 1)
@@ -187,7 +212,7 @@ def _idle_legs(processor: Processor, *, speed: float, blocks: int, statistics: S
     flop = processor.step_s * float(speed)
     if statistics:
         work = Work(forward=(flop, *[0.0] * (blocks - 1)), backward=(0.0,) * blocks, update_flop=0.0)
-        return _legs(work, statistics, leaving={})
+        return _legs(work, statistics)
     return (Leg(flop=flop, backward=False, sums=()),) if flop else ()
 
 
@@ -203,7 +228,7 @@ def _at_its_size(work: Work, *, speed: float, micro_batches: int) -> Work:
     )
 
 
-def _legs(work: Work, sums: Sequence[FloorSum], *, leaving: Mapping[int | None, FloorSum]) -> tuple[Leg, ...]:
+def _legs(work: Work, sums: Sequence[FloorSum]) -> tuple[Leg, ...]:
     """The legs of one rank; computations without a sum between them become one leg."""
     kinds = {
         False: (SumKind.FORWARD, SumKind.FORWARD_STATISTICS),
@@ -215,12 +240,11 @@ def _legs(work: Work, sums: Sequence[FloorSum], *, leaving: Mapping[int | None, 
 
     legs = [Leg(flop=flop, backward=False, sums=of(False, block)) for block, flop in enumerate(work.forward)]
     for block, flop in reversed(list(enumerate(work.backward))):
-        leaves = (leaving[block],) if block in leaving else ()
-        legs.append(Leg(flop=flop, backward=True, sums=of(True, block), leaves=leaves))
+        legs.append(Leg(flop=flop, backward=True, sums=of(True, block)))
     result: list[Leg] = []
     for leg in legs:
         last = result[-1] if result else None
-        if last is not None and last.backward == leg.backward and not (last.sums or last.leaves):
+        if last is not None and last.backward == leg.backward and not last.sums:
             result[-1] = replace(leg, flop=last.flop + leg.flop)
         else:
             result.append(leg)

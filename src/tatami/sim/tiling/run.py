@@ -18,7 +18,7 @@ from tatami.sim.tiling.changes import Speeds
 from tatami.sim.tiling.iteration import Iteration, Times
 from tatami.sim.tiling.iteration_plan import Floor
 from tatami.sim.tiling.tiling_job import TilingJob
-from tatami.tiling import Layout, Tiling
+from tatami.tiling import AlphaBetaCost, Layout, Tiling
 
 _TOGETHER = 1e-9
 """Relative: two iterations that differ by less are alike."""
@@ -110,6 +110,7 @@ class TilingPlay:
         self._next(dict.fromkeys(self.floor.names, 0.0))
 
     def _laid(self, tiling: Tiling, tilings: Sequence[Tiling], layout: Layout | None) -> Floor:
+        cost = AlphaBetaCost(flop_per_s=self._job.flop_per_s)
         return Floor(
             tiling,
             tilings=tilings,
@@ -119,6 +120,7 @@ class TilingPlay:
             startup=self._job.startup,
             micro_batches=None if layout is None else [replica.micro_batches for replica in layout.replicas],
             recomputes=None if layout is None else [replica.recomputes for replica in layout.replicas],
+            buckets=1 if layout is None else cost.buckets(layout, cluster=self._cluster, workload=self._workload),
         )
 
     def _next(self, leads_s: dict[int, float]) -> None:

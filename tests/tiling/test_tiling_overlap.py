@@ -1,0 +1,97 @@
+"""Gradient sums that hide behind the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.tiling import AlphaBetaCost, Layout, Replica, timeline
+from tatami.tiling.overlap import LEAST_BYTES, buckets_of, not_hidden_s, usual_bucket_bytes
+from tatami.workload import Workload
+
+HOSTS = Cluster(
+    processors=tuple(Processor(name=f"p{rank}", speed=1e9, host=f"h{rank}") for rank in range(2)),
+    network=Link(bandwidth_bytes_per_s=1e7, latency_s=1e-3),
+)
+WORKLOAD = Workload(samples=8, replicated_parameters=1 << 18, replicated_flop_per_sample=10**8, overlaps_sums=True)
+REPLICAS = Layout(replicas=tuple(Replica(width=0.5, processors=(f"p{rank}",), heights=(1.0,)) for rank in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("sums_s", "buckets", "left_s"),
+    [
+        (5.0, 1, 5.0),  # they leave when the pass ends
+        (2.0, 8, 0.25),  # all but the last bucket are done by then
+        (10.0, 8, 10.0 - 7 / 8 * 2.0),  # they go on from the first bucket's end
+        (2.0, 4, 0.5),
+    ],
+)
+def test_what_is_left_when_the_pass_ends(sums_s: float, buckets: int, left_s: float) -> None:
+    assert not_hidden_s(sums_s, buckets=buckets, backward_s=2.0) == pytest.approx(left_s)
+
+
+@pytest.mark.parametrize(("size", "largest"), [(LEAST_BYTES, 256 << 10), (16 << 20, 2 << 20), (1 << 30, 4 << 20)])
+def test_a_bucket_is_a_part_of_all_gradients(size: int, largest: int) -> None:
+    assert usual_bucket_bytes(size) == largest
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "expected"),
+    [
+        ((1, 1), {}, 4),
+        ((1, 1), {"replicated_parameters": 1 << 22}, 8),
+        ((1, 1), {"replicated_parameters": (1 << 17) - 1}, 1),
+        ((1, 1), {"overlaps_sums": False}, 1),
+        ((1, 1), {"wire": "bfloat16"}, 1),
+        ((1, 1), {"element_bytes": 2}, 1),
+        ((1,), {}, 1),
+        ((2,), {}, 1),
+    ],
+)
+def test_where_buckets_leave_early(ranks: tuple[int, ...], changed: dict[str, Any], expected: int) -> None:
+    assert buckets_of(ranks, cluster=HOSTS, workload=replace(WORKLOAD, **changed)) == expected
+
+
+def test_not_on_one_host_nor_over_links_of_different_rates() -> None:
+    together = replace(HOSTS, processors=tuple(replace(each, host="h0") for each in HOSTS.processors))
+    assert buckets_of((1, 1), cluster=together, workload=WORKLOAD) == 1
+    three = Cluster(
+        processors=tuple(
+            Processor(name=f"p{rank}", speed=1e9, host=f"h{rank}", copy_bytes_per_s=rate)
+            for rank, rate in enumerate((1e6, 1e9, 1e9))
+        ),
+        network=HOSTS.network,
+    )
+    assert buckets_of((1, 1, 1), cluster=three, workload=WORKLOAD) == 1
+    alike = replace(three, processors=tuple(replace(each, copy_bytes_per_s=1e9) for each in three.processors))
+    assert buckets_of((1, 1, 1), cluster=alike, workload=WORKLOAD) == 4
+
+
+def test_prices_count_what_is_left_and_all_messages() -> None:
+    """1 MiB over 10 MB/s is 0.105 s; computing takes 0.4 s, so that the last of four buckets is left."""
+    plain = AlphaBetaCost().price(REPLICAS, cluster=HOSTS, workload=replace(WORKLOAD, overlaps_sums=False))
+    early = AlphaBetaCost().price(REPLICAS, cluster=HOSTS, workload=WORKLOAD)
+    wire_s = 4 * ((1 << 18) + 2) / 1e7
+    assert plain.compute == early.compute == pytest.approx(0.4)
+    assert plain.gradients == pytest.approx(wire_s + 1e-3)
+    assert early.gradients == pytest.approx((wire_s + 4e-3) / 4)
+    dear = replace(HOSTS, processors=tuple(replace(each, message_s=1e-3) for each in HOSTS.processors))
+    assert AlphaBetaCost().price(REPLICAS, cluster=dear, workload=WORKLOAD).gradients == pytest.approx(early.gradients + 8e-3)
+    assert [each.gradients_s for each in timeline(REPLICAS, cluster=HOSTS, workload=WORKLOAD)] == [early.gradients] * 2
+    halves = Layout(replicas=tuple(replace(each, micro_batches=2) for each in REPLICAS.replicas))
+    slow = replace(WORKLOAD, replicated_parameters=1 << 22)
+    once, twice = (AlphaBetaCost().price(each, cluster=HOSTS, workload=slow).gradients for each in (REPLICAS, halves))
+    assert twice - once == pytest.approx(7 / 8 * 2 / 3 * 0.2), "only the last micro-batch hides anything"
+
+
+@pytest.mark.parametrize("speed", [1.0, 6e12])
+def test_nothing_is_hidden_where_computing_is_a_guess_or_on_gpus(speed: float) -> None:
+    cluster = replace(HOSTS, processors=tuple(replace(each, speed=speed) for each in HOSTS.processors))
+    prices = [
+        AlphaBetaCost().price(REPLICAS, cluster=cluster, workload=each)
+        for each in (WORKLOAD, replace(WORKLOAD, overlaps_sums=False))
+    ]
+    assert prices[0] == prices[1]
