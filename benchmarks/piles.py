@@ -129,7 +129,8 @@ def workloads() -> dict[str, Workload]:
     found = {}
     raw = tomllib.loads((HERE / "models.toml").read_text(encoding="utf-8"))
     for model in raw["gpt"].values():
-        found[model["title"]] = gpt_workload(**{key: value for key, value in model.items() if key != "title"})
+        sizes = {key: value for key, value in model.items() if key != "title"}
+        found[model["title"]] = replace(gpt_workload(**sizes), overlaps_sums=True)
     for model in raw["plain"].values():
         norms = [2 * channels + 1 for channels, count in model["batch_norms"] for _ in range(count)]
         found[model["title"]] = Workload(
@@ -138,6 +139,7 @@ def workloads() -> dict[str, Workload]:
             replicated_flop_per_sample=round(model["flop_per_sample"]),
             replicated_activation_bytes=model["activation_bytes"],
             batch_statistics=tuple(norms),
+            overlaps_sums=True,
         )
     return found
 

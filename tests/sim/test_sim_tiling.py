@@ -140,7 +140,7 @@ def test_half_the_bytes_are_priced_as_they_are_simulated(layout: Layout) -> None
 def test_sums_that_hide_behind_the_backward_pass_are_priced_as_they_are_simulated(
     replicas: int, bandwidth_bytes_per_s: float
 ) -> None:
-    """Longer than the pass, about as long, and much shorter. Prices count the update, 2 % of the flop, as a part of the pass."""
+    """Longer than the pass, about as long, and much shorter. Prices count the update as a part of the pass."""
     layout, workload = grid(replicas, 1), replace(Workload.mlp(600, 800, 400, samples=256), overlaps_sums=True)
     cluster = replace(cluster_of([1.0] * replicas), network=replace(LINK, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
     cost = AlphaBetaCost(flop_per_s=1e10)

@@ -299,7 +299,7 @@ class Workload:
 
     @cached_property
     def backward_fraction(self) -> float:
-        """Of the flop of an iteration, those of the backward pass; of layers outside of blocks two thirds."""
+        """The part of an iteration's flop that the backward pass has; of layers outside of blocks two thirds."""
         forward = sum(block.flop_per_unit * block.units * block.forward_fraction for block in self.blocks)
         all_flop = self.flop_per_area + self.flop_per_width
         return 1 - (self.samples * forward + self.flop_per_width / 3) / all_flop if all_flop else 2 / 3
