@@ -114,12 +114,15 @@ class AlphaBetaCost(AbstractCost):
         return self.flop_per_s is not None or _are_flop_per_s(cluster)
 
     def buckets(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> int:
-        """In how many gradients leave early; how long relative speeds compute is a guess, and hides nothing."""
-        if not workload.overlaps_sums or not self.compares_machines(cluster):
-            return 1
-        if max(cluster.speeds.values()) * self.scale(cluster) > FASTEST_CPU_FLOP_PER_S:
+        """In how many gradients leave while the backward pass computes; 1 where they leave after it."""
+        if not self.may_hide_sums(cluster, workload=workload):
             return 1
         return buckets_of([len(each.processors) for each in layout.replicas], cluster=cluster, workload=workload)
+
+    def may_hide_sums(self, cluster: Cluster, *, workload: Workload) -> bool:
+        """Whether sums are priced that hide behind computing: not on GPUs, and not where its seconds are a guess."""
+        known = workload.overlaps_sums and self.compares_machines(cluster)
+        return known and max(cluster.speeds.values()) * self.scale(cluster) <= FASTEST_CPU_FLOP_PER_S
 
     def scale(self, cluster: Cluster) -> float:
         """Flop/s of speed 1 on this cluster."""

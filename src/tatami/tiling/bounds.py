@@ -79,7 +79,7 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     bound is the least T with sum A_i(T) >= 1, by bisection.
     """
     speeds = np.array([fastest(processor.speed) for processor in cluster.processors]) * cost.scale(cluster)
-    floor = _Floor.of(workload)
+    floor = _Floor.of(workload, hides=workload.backward_fraction if cost.may_hide_sums(cluster, workload=workload) else 0.0)
     alone_s = (floor.area_flop + floor.width_flop) / float(speeds.max())
     if cluster.size == 1:
         return alone_s
@@ -87,7 +87,7 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     if not floor.area_flop:
         # Every sample has its replica: all that is done is done side by side, and its gradients are summed.
         together_s = floor.width_flop / fsum(speeds)
-        return min(alone_s, together_s + max(0.0, _across_s(link, workload=workload) - _hidden(workload) * together_s))
+        return min(alone_s, together_s + max(0.0, _across_s(link, workload=workload) - floor.hides * together_s))
     low, high = floor.area_flop / fsum(speeds), alone_s
     low = min(low, high)
     for _ in range(_BISECTIONS):
@@ -105,19 +105,22 @@ class _Floor:
 
     Attributes:
         gradient_bytes: for h = 1, of the gradients that a tile of several blocks at least has to exchange for its h.
+        hides: the part of a whole replica's computation behind which its sums can hide.
     """
 
     area_flop: float
     width_flop: float
     gradient_bytes: float
+    hides: float
 
     @classmethod
-    def of(cls, workload: Workload) -> _Floor:
+    def of(cls, workload: Workload, *, hides: float) -> _Floor:
         if len(workload.kinds) < 2:
             return cls(
                 area_flop=workload.flop_per_area,
                 width_flop=workload.flop_per_width,
                 gradient_bytes=workload.wire_bytes * workload.gradient_elements,
+                hides=hides,
             )
         # A rank without units of a block does not pay what the block costs beside them, so this counts in proportion; and its
         # share may be of the block that has fewest weights for its flop.
@@ -130,12 +133,8 @@ class _Floor:
             gradient_bytes=workload.wire_bytes
             * fsum(flop)
             * min(own / each for own, each in zip(elements, flop, strict=True) if each),
+            hides=hides,
         )
-
-
-def _hidden(workload: Workload) -> float:
-    """The part of a replica's computation behind which its sums can hide."""
-    return workload.backward_fraction if workload.overlaps_sums else 0.0
 
 
 def _across_s(link: Link, *, workload: Workload) -> float:
@@ -155,7 +154,7 @@ def _largest_area(
     full_width = (time_s - width_s - tensor_parallel_s - tensor_parallel_latency_s) / area_s
     # A whole replica hides a part of its sums behind its backward pass.
     full_height = np.minimum(
-        time_s / (area_s + width_s), (time_s - gradients_s - across_s) / ((1 - _hidden(workload)) * (area_s + width_s))
+        time_s / (area_s + width_s), (time_s - gradients_s - across_s) / ((1 - floor.hides) * (area_s + width_s))
     )
     # Inside: area_s w h + for_width_s w + gradients_s h <= rest. The largest area has the last two terms equal, unless that
     # tile would be higher or wider than the floor: frozen weights send nothing, so only the floor's height limits theirs.

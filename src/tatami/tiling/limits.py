@@ -45,8 +45,6 @@ def limits(plan: Plan, *, cluster: Cluster, cost: AlphaBetaCost | None = None) -
     """The obstacles of a plan, as `cost` prices them (`AlphaBetaCost()` where None)."""
     cost = AlphaBetaCost() if cost is None else cost
     layout, workload = plan.layout, plan.workload
-    if len(layout.processors) < cluster.size:
-        workload = replace(workload, overlaps_sums=False)  # as it is priced beside processors without a tile
     scale = cost.scale(cluster)
     own = at_tiles(cluster, layout, workload=workload).speeds
     placed = set(layout.processors)
