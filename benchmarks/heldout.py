@@ -2,13 +2,14 @@
 
     --json                       print the records as JSON lines
     --tilings 2 --beds 1         only so many of each, to see that it works
+    --paced 45e9                 hosts that last, of which one of speed 1 computes so many flop/s, in place of parts of a core
     --report                     measure nothing; predict again what was measured before
 
 In each of eight labs (other networks, speeds, numbers of hosts and links) the ranks probe what there is, as `tatami probe`
 does, and then measure eight tilings drawn with a seed: any replicas in any order, heights and widths near what the speeds ask
 for. The probe is all that predictions know. Needs Linux and root (docs/lab.md), SimGrid (docs/rehearsal.md), and a machine
-with nothing else to do. Writes `benchmarks/results/heldout.jsonl`: a line for each tiling with `measured_s`, its spread,
-`planned_s`, `simulated_s` and their errors, and lines that say whether the goals hold.
+with nothing else to do. Writes `benchmarks/results/heldout.jsonl`, or `heldout-paced.jsonl`: a line for each tiling with
+`measured_s`, its spread, `planned_s`, `simulated_s` and their errors, and lines that say whether the goals hold.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from tatami.tiling import AlphaBetaCost, Layout
 from tatami.workload import as_probed, net_workload
 
 RESULTS = Path(__file__).parent / "results"
-_FOUND = "heldout-found.json"
 _ITERATIONS = 4
 """Of which the last counts: ranks begin the first together, and the others one after the other."""
 
@@ -48,7 +48,7 @@ def measure(bed: HeldOutBed, *, timeout_s: float = 1800.0) -> dict[str, Any]:
         warnings.filterwarnings("ignore", message="latency is not emulated")  # it is probed
         description, found = Path(folder) / "bed.json", Path(folder) / "found.json"
         description.write_text(json.dumps(bed.to_dict()), encoding="utf-8")
-        with Lab(bed.cluster) as lab:
+        with Lab(bed.cluster, paced=bed.flop_per_s is not None, dilation=bed.dilation) as lab:
             words = ["-m", "rehearsal.heldout", str(description), str(found)]
             code = lab.run(words, environment=of_ranks(), timeout_s=timeout_s)
         if code != 0:
@@ -99,9 +99,10 @@ def main() -> None:
     """Measure, predict, judge."""
     options = _options()
     options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / _FOUND
+    name = "heldout" if options.paced is None else "heldout-paced"
+    path = options.results / f"{name}-found.json"
     if not options.report:
-        beds = [bed.with_tilings(options.tilings) for bed in BEDS[: options.beds]]
+        beds = [bed.with_tilings(options.tilings, flop_per_s=options.paced) for bed in BEDS[: options.beds]]
         try:
             path.write_text(json.dumps([measure(bed) for bed in beds]), encoding="utf-8")
         except LabError as error:
@@ -112,7 +113,7 @@ def main() -> None:
     with Runs() as runs:
         records = [{**record, "machine": lab["machine"]} for lab in labs for record in judged(lab, runs)]
     lines = [*records, *summary(records)]
-    (options.results / "heldout.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
+    (options.results / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
     for each in lines:
         shown = {name: value for name, value in each.items() if name != "machine"}
         print(json.dumps(shown) if options.json else _told(shown))
@@ -134,6 +135,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--beds", type=int, default=len(BEDS), help="how many labs")
     parser.add_argument("--tilings", type=int, default=8, help="how many in each lab")
+    parser.add_argument("--paced", type=float, help="flop/s of a host of speed 1, in paced labs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the records")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     return parser.parse_args()

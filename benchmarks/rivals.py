@@ -1,7 +1,7 @@
 """Tatami and what one would use instead, in the same processes:  python benchmarks/rivals.py [OPTIONS]
 
     --networks gpt,vit --hosts 2,4 --bandwidths 125e6           part of the grid
-    --contestants tatami,ddp-weighted,pipelining                some contestants; tatami-flat and tatami-bfloat16, too
+    --contestants tatami,ddp-weighted,pipelining                some contestants; tatami-flat and tatami-float16, too
     --networks gpt --layers 8 --width 384 --dilate 3            another GPT
     --speeds 1,1,0.5                                            other hosts
     --quotas                                                    hosts that have parts of a core, in place of paced ones
@@ -50,6 +50,8 @@ def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
     """The cells that the command line names."""
     shape = {name: value for name in ("layers", "width", "heads", "tokens") if (value := getattr(options, name)) is not None}
     for network in _words(options.networks):
+        if network not in SIZES:
+            raise SystemExit(f"--networks {network}: the grid has {', '.join(SIZES)}")
         for hosts in [len(_numbers(options.speeds))] if options.speeds else map(int, _words(options.hosts)):
             for bandwidth in _numbers(options.bandwidths):
                 known = min(SPEEDS, key=lambda each: abs(each - hosts))

@@ -27,6 +27,7 @@ from tatami.errors import InputError
 from tatami.model.whole_state import whole_state_dict
 from tatami.tiling import Span, spans, whole_shares
 from tatami.train import TiledModel, tile
+from tatami.workload import WIRES
 
 LEARNING_RATE = 0.05
 Weights = dict[str, torch.Tensor]
@@ -84,14 +85,14 @@ class Alone(AbstractRacer):
 
 @final
 class Tatami(AbstractRacer):
-    """The layout of least predicted time, from what the ranks measured. `-flat`: without stages; `-bfloat16`: on the wire."""
+    """The layout of least predicted time, from what ranks measured. `-flat`: no stages; `-bfloat16`, `-float16`: the wire."""
 
     def __init__(self, name: str, network: Network, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
         self._network, samples = network, len(network.x)
         with contextlib.redirect_stdout(io.StringIO()) as told:
             self._model: TiledModel = tile(
                 network.model, comm, batch_size=samples, sample=network.x[:2], speeds=cluster, reduction="mean",
-                wire="bfloat16" if name.endswith("bfloat16") else None, stages=1 if name.endswith("flat") else None,
+                wire=next((wire for wire in WIRES if name.endswith(f"-{wire}")), None), stages=1 if "-flat" in name else None,
                 batch_norm="local" if network.batch_norm else "global",
             )  # fmt: skip
         self._told = told.getvalue().strip()

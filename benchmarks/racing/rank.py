@@ -36,6 +36,9 @@ from tatami.workload import Workload
 _TIMEOUT_S = 600.0
 _LOSS_ERROR, _UPDATE_ERROR = 1e-5, 1e-3
 """What float32 allows, relative: of the loss after one step, and of that step of all weights."""
+_WARM_UP = 4
+"""Steps before the first that is timed. In the first ones torch lays its buckets anew, and Tatami learns the order of gradients
+and makes sure more often than later that all ranks are alike."""
 _CHECKED = 8
 """Samples of that loss, where it does not depend on which are together."""
 _ROUNDED = 20.0
@@ -68,6 +71,9 @@ class Race:
         own = max(1, round(cell.samples * speeds[comm.rank] / sum(speeds)))
         alone = Alone(self._network, samples=own)
         alone.step()
+        for _ in range(_WARM_UP):
+            for racer in racers.values():
+                racer.step()
         rounds_s: dict[str, list[float]] = {name: [] for name in racers}
         late_s, cpu_s = dict.fromkeys(racers, 0.0), dict.fromkeys(racers, 0.0)
         alone_s: list[list[float]] = []

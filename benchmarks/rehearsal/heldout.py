@@ -33,6 +33,8 @@ _OFF = 0.15
 """Heights and widths stray so far from what the speeds ask for."""
 _GIGABIT = 125e6
 _TEN_BLOCKS = "64" + "-256-64" * 10
+_TOGETHER_FLOP_PER_S = 36e9
+"""Paced hosts compute so much all together, in the time of this machine, which two cores can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class HeldOutBed:
         tilings: how many are measured.
         seed: of them.
         rounds, block_s: blocks of every tiling, in turn, and how long one lasts at least.
+        slower: how many times as long a paced lab takes as its hosts together ask for: iterations of milliseconds need it.
+        flop_per_s: of a paced host of speed 1; None: hosts have parts of a core.
     """
 
     name: str
@@ -58,26 +62,39 @@ class HeldOutBed:
     seed: int = 0
     rounds: int = 5
     block_s: float = 1.0
+    slower: int = 1
+    flop_per_s: float | None = None
 
     @property
     def cluster(self) -> Cluster:
         """As the lab is asked for it."""
+        unit = self.flop_per_s or 1.0
         return Cluster(
-            processors=tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(self.speeds)),
+            processors=tuple(Processor(name=f"p{i}", speed=speed * unit, host=f"h{i}") for i, speed in enumerate(self.speeds)),
             network=Link(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=50e-6),
         )
+
+    @property
+    def dilation(self) -> float:
+        """How many times as long all takes in the lab: 1 where hosts have parts of a core."""
+        if self.flop_per_s is None:
+            return 1.0
+        return float(self.slower * ceil(fsum(self.speeds) * self.flop_per_s / _TOGETHER_FLOP_PER_S))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `bed_from_dict` reads it back."""
         return asdict(self)
 
-    def with_tilings(self, tilings: int) -> HeldOutBed:
-        return replace(self, tilings=tilings)
+    def with_tilings(self, tilings: int, *, flop_per_s: float | None = None) -> HeldOutBed:
+        """So many of them, on hosts that are paced where it is said how fast one of speed 1 is."""
+        return replace(self, tilings=tilings, flop_per_s=flop_per_s)
 
 
 BEDS = (
-    HeldOutBed(name="small A5", speeds=(0.25, 0.31, 0.63, 1.0, 1.0), net="203-80-26", samples=1024),
-    HeldOutBed(name="small B4", speeds=(0.63, 0.63, 0.63, 1.0), net="203-80-26", samples=1024, bandwidth_bytes_per_s=12.5e6),
+    HeldOutBed(name="small A5", speeds=(0.25, 0.31, 0.63, 1.0, 1.0), net="203-80-26", samples=1024, slower=8),
+    HeldOutBed(
+        name="small B4", speeds=(0.63, 0.63, 0.63, 1.0), net="203-80-26", samples=1024, bandwidth_bytes_per_s=12.5e6, slower=8
+    ),
     HeldOutBed(name="ten blocks 4", speeds=(1.0, 0.5, 0.7, 0.4), net=_TEN_BLOCKS, samples=4096),
     HeldOutBed(name="ten blocks 3", speeds=(0.9, 0.3, 0.6), net=_TEN_BLOCKS, samples=2048, bandwidth_bytes_per_s=25e6),
     HeldOutBed(name="wide 6", speeds=(0.3, 0.3, 0.5, 0.5, 0.8, 0.8), net="128-1600-64", samples=8192),

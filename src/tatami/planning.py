@@ -67,6 +67,7 @@ class PlanComparison:
         alone: the machine that is fastest by itself; None where none holds the network.
         cost: predicts the time, where it is not `AlphaBetaCost()`.
         summary: what of the network is tiled, in a line; empty where a workload was given.
+        network: what the network is called; None where it has no name.
         staged: the fastest plan with pipeline stages; None where there is none, or where planners were asked for by name.
         must_be_staged: whether a plan with stages was asked for.
     """
@@ -77,6 +78,7 @@ class PlanComparison:
     alone: Plan | None
     cost: AlphaBetaCost | None = None
     summary: str = ""
+    network: str | None = None
     staged: StagedPlan | None = None
     must_be_staged: bool = False
 
@@ -136,14 +138,7 @@ class PlanComparison:
             recommendation(best, cluster=self.cluster, width=width),
             machine_table(lines, names=display_names(self.cluster), width=width),
             time_words(best, cluster=self.cluster, found=found, is_measured=self.is_measured, width=width),
-            plan_table(
-                plans=self.plans if everything else (best,),
-                best=best,
-                weighted=self.weighted,
-                alone=self.alone,
-                cluster=self.cluster,
-                staged=self.staged,
-            ),
+            self._table(best, shown=self.plans if everything else (best,)),
         ]
         if everything:
             sized = sized_table(best, cluster=self.cluster)
@@ -159,11 +154,20 @@ class PlanComparison:
             staged_recommendation(plan, cluster=self.cluster, width=width),
             machine_table(staged_lines(plan), names=display_names(self.cluster), width=width),
             staged_time_words(plan, ideal_s=ideal_s, cluster=self.cluster, width=width),
-            plan_table(
-                plans=shown, best=plan, weighted=self.weighted, alone=self.alone, cluster=self.cluster, staged=self.staged
-            ),
+            self._table(plan, shown=shown),
         )
         return (wrapped(self.summary, width=width), *parts) if self.summary else parts
+
+    def _table(self, recommended: Plan | StagedPlan, *, shown: Sequence[Plan]) -> Table:
+        return plan_table(
+            plans=shown,
+            best=recommended,
+            weighted=self.weighted,
+            alone=self.alone,
+            cluster=self.cluster,
+            staged=self.staged,
+            network=self.network,
+        )
 
     def __str__(self) -> str:
         parts = self.report(everything=True)
@@ -248,6 +252,7 @@ def compared(
     workload: Workload,
     cost: AbstractCost | None = None,
     summary: str = "",
+    network: str | None = None,
     with_stages: bool = False,
     stages: int | None = None,
     micro_batches: int | None = None,
@@ -256,7 +261,8 @@ def compared(
     """The comparison of a workload.
 
     Args:
-        planners, cluster, workload, cost, summary: as `plan` has them.
+        planners, cluster, workload, cost: as `plan` has them.
+        summary, network: as `PlanComparison` has them.
         with_stages: whether plans with pipeline stages are among the candidates.
         stages: how many pipeline stages the recommended plan has; 1: none; None: as is fastest.
         micro_batches: in which every replica computes its samples; None: as is fastest.
@@ -302,6 +308,7 @@ def compared(
         alone=fastest_alone(cluster, workload=workload, cost=cost),
         cost=model,
         summary=summary,
+        network=network,
         staged=staged,
         must_be_staged=must_be_staged,
     )

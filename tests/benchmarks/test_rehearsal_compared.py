@@ -186,7 +186,11 @@ def test_there_are_enough_and_they_differ() -> None:
     assert any(bed.net.count("256") == 10 for bed in BEDS), "a network of ten blocks"
     assert ("203-80-26", 1024) in {(bed.net, bed.samples) for bed in BEDS}
     for bed in BEDS:
-        assert bed_from_dict(bed.to_dict()) == bed
+        paced = bed.with_tilings(2, flop_per_s=45e9)
+        assert bed_from_dict(paced.to_dict()) == paced
+        assert bed.dilation == 1.0
+        assert sum(float(each.speed) for each in paced.cluster.processors) <= 36e9 * paced.dilation
+        assert paced.dilation >= (8.0 if bed.samples == 1024 else 1.0)
         assert sorted(drawn_layouts(bed)[0].processors) == [processor.name for processor in bed.cluster.processors]
 
 

@@ -93,6 +93,28 @@ def test_what_is_written_is_read_as_an_equal_cluster(cluster: Cluster) -> None:
         assert read_cluster(path) == cluster
 
 
+@pytest.mark.parametrize(
+    ("table", "network"),
+    [
+        ('bandwidth = "100 Mbit/s"', Link(bandwidth_bytes_per_s=12.5e6, latency_s=NETWORK_LINK.latency_s)),
+        ('latency = "2 ms"', Link(bandwidth_bytes_per_s=NETWORK_LINK.bandwidth_bytes_per_s, latency_s=2e-3)),
+    ],
+)
+def test_what_a_link_does_not_say_is_as_usual(tmp_path: Path, table: str, network: Link) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(f'[network]\n{table}\n[[processors]]\nname = "a"\nspeed = 1\n')
+    cluster = read_cluster(path)
+    assert cluster.network == network
+    assert cluster.local == LOCAL_LINK
+
+
+def test_an_empty_link_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('[local]\n[[processors]]\nname = "a"\nspeed = 1\n')
+    with pytest.raises(ClusterError, match="give it a bandwidth or a latency"):
+        read_cluster(path)
+
+
 def test_the_example() -> None:
     cluster = read_cluster(EXAMPLE)
     assert [(p.name, p.host, p.speed, p.spread) for p in cluster.processors] == [

@@ -423,4 +423,6 @@ def test_hosts_that_are_not_there_are_named_by_ssh(capfd: pytest.CaptureFixture[
     out, err = capfd.readouterr()
     assert out == ""
     assert "ssh: Could not resolve hostname no-such-machine.invalid" in err
-    assert err.splitlines()[-1].startswith("tatami run: the job of 2 ranks ended with exit code ")
+    last = err.splitlines()[-1]
+    assert last.startswith("tatami run: the job of 2 ranks ended with exit code ")
+    assert last.endswith("`tatami doctor --hosts no-such-machine.invalid,localhost` checks these machines")

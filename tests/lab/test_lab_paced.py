@@ -16,7 +16,7 @@ from tatami.cluster import Cluster, OwnLink, Processor
 from tatami.errors import ClusterError, InputError, LabError
 from tatami.lab import Lab, missing, plan_lab
 from tatami.lab.lab_state import pace_file, write_pace
-from tatami.lab.pacing import Pacing
+from tatami.lab.pacing import _CROSSING_S, Pacing
 from tatami.lab.plan import BALANCE
 
 FAST = replace(CLUSTER, processors=tuple(replace(each, speed=2e9 * each.speed) for each in CLUSTER.processors))
@@ -77,6 +77,29 @@ def test_a_product_lasts_as_its_flop_and_bytes_say(pacing: Pacing, clock: FakeCl
     assert clock.time_s == pytest.approx(8.5), "outside of it nothing waits"
     assert pacing.modelled_s == pytest.approx(3.5)
     assert pacing.late_s == 0
+
+
+def test_to_look_at_small_operations_is_not_time_of_the_host(pacing: Pacing, clock: FakeClock) -> None:
+    a, b, one = torch.ones(32, 16), torch.ones(16, 8), torch.ones(1)
+    real = pacing._clock
+
+    def ticking() -> float:
+        clock.time_s += 1e-5
+        return real()
+
+    pacing._clock = ticking
+    with pacing:
+        for _ in range(2):
+            torch.mm(a, b)
+            for _ in range(300):  # 3 ms of Python, 3 ms in torch, 3 ms and what it takes to come here to look
+                one.detach()
+        second_s = 1.0 + 300 * (3e-5 - 1e-5 - _CROSSING_S) + 1.0
+        assert clock.time_s == pytest.approx(second_s + 300 * 3e-5, abs=1e-4), "the second product waits for less"
+        clock.time_s += 5
+        began_s = clock.time_s
+        torch.mm(a, b)
+        assert clock.time_s == pytest.approx(began_s + 1.0, abs=1e-4), "who waited for others is not behind"
+    assert pacing.late_s < 0.02
 
 
 def test_views_and_what_is_traced_take_no_time(pacing: Pacing, clock: FakeClock) -> None:

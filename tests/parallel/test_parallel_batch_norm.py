@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tatami import functions
+from tatami import batch_statistics, functions
 from tatami.comm import AbstractCommunicator
 from tatami.errors import CommError, InputError
 from tatami.parallel import MultiNodeBatchNorm
@@ -103,6 +103,31 @@ def test_it_is_that_of_the_whole_batch(world: World, space: str, samples: str) -
 @pytest.mark.parametrize("settings", sorted(SETTINGS))
 def test_all_settings(world: World, settings: str) -> None:
     check_against_whole_batch(world, space="2d", counts=(0, 4, 3), settings=SETTINGS[settings], dtype=torch.float64, atol=1e-10)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.threads_only
+@pytest.mark.parametrize("elements", [1, 25])
+def test_a_large_batch_is_gone_through_in_parts(world: World, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """Of one sample and of two, the last of which may be of one."""
+    monkeypatch.setattr(batch_statistics, "_PART_ELEMENTS", elements)
+    monkeypatch.setattr(batch_statistics, "_FEW_ELEMENTS", 0)
+    check_against_whole_batch(world, space="1d", counts=SAMPLES["uneven"], settings={}, dtype=torch.float64, atol=1e-9)
+
+
+def test_batches_small_and_large_before_one_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own layer takes the small ones, and its backward pass refuses running statistics that have changed."""
+    monkeypatch.setattr(batch_statistics, "_FEW_ELEMENTS", 100)
+    batches = [draw((samples, CHANNELS, 3), seed=samples, dtype=torch.float64) for samples in (4, 40, 5, 50)]
+    alone = batch_statistics.SharedBatch(sums=None, name="layer", channels=CHANNELS)
+    found = []
+    for is_plain in (True, False):
+        layer = nn.BatchNorm1d(CHANNELS, dtype=torch.float64)
+        outputs = [layer(x) if is_plain else batch_statistics.run_layer(layer, x, batch=lambda: alone) for x in batches]
+        torch.autograd.backward([each.pow(3).mean() for each in outputs])
+        found.append([*(parameter.grad for parameter in layer.parameters()), *layer.buffers()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.ranks(2, 4)

@@ -299,24 +299,24 @@ def test_means_of_several_vectors(world: World, kind: str, dtype: torch.dtype) -
         }
         if kind in hosts and not comm.has_windows:
             return
-        means: AbstractOverlap
+        sums: AbstractOverlap
         if kind in hosts:
-            means = SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=hosts[kind])
+            sums = SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=hosts[kind])
         elif kind == "messages":
-            means = MessageOverlap(comm, sizes=sizes, dtype=dtype, device=None)
+            sums = overlap(comm, sizes=sizes, dtype=dtype, hosts=hosts["a host each"])
         else:
-            means = ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm="ring")
+            sums = ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm="ring")
         for turn in range(3):
             order = [(index + turn + comm.rank) % len(sizes) for index in range(len(sizes))]
             for index in order:
-                means.vectors[index].fill_(float(comm.rank + index + turn))
-                means.begin(index)
-                means.progress()
-            means.wait()
-            for index, vector in enumerate(means.vectors):
-                expected = torch.full((sizes[index],), sum(range(comm.size)) / comm.size + index + turn).to(dtype)
+                sums.vectors[index].fill_(float(comm.rank + index + turn))
+                sums.begin(index)
+                sums.progress()
+            sums.wait()
+            for index, vector in enumerate(sums.vectors):
+                expected = torch.full((sizes[index],), float(sum(rank + index + turn for rank in range(comm.size)))).to(dtype)
                 assert torch.equal(vector, expected)
-        means.close()
+        sums.close()
 
     world(body)
 
@@ -324,9 +324,9 @@ def test_means_of_several_vectors(world: World, kind: str, dtype: torch.dtype) -
 def test_ranks_of_one_host_share_their_buckets_and_send_nothing(world: World) -> None:
     def body(inner: AbstractCommunicator) -> None:
         comm = Recording(inner)
-        means = overlap(comm.inner, sizes=[100])
-        assert isinstance(means, SharedOverlap if inner.has_windows else MessageOverlap)
-        means.close()
+        sums = overlap(comm.inner, sizes=[100])
+        assert isinstance(sums, SharedOverlap if inner.has_windows else MessageOverlap)
+        sums.close()
 
     world(body)
 
@@ -335,9 +335,9 @@ def test_ranks_of_one_host_share_their_buckets_and_send_nothing(world: World) ->
 @pytest.mark.parametrize(("hosts", "shared"), [("abab", True), ("aabb", True), ("aaab", False), ("abcd", False)])
 def test_hosts_of_equally_many_ranks_send_slices_only(world: World, hosts: str, shared: bool) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        means = overlap(comm, sizes=[100], hosts=list(hosts))
-        assert isinstance(means, SharedOverlap if shared and comm.has_windows else MessageOverlap)
-        means.close()
+        sums = overlap(comm, sizes=[100], hosts=list(hosts))
+        assert isinstance(sums, SharedOverlap if shared and comm.has_windows else MessageOverlap)
+        sums.close()
 
     world(body)
 
@@ -352,14 +352,14 @@ def test_a_rank_that_does_not_begin_is_named_across_hosts(world: World) -> None:
     }
 
     def body(comm: AbstractCommunicator) -> None:
-        means = SharedOverlap(comm, sizes=[100], dtype=torch.float32, hosts=list("aabb"))
+        sums = SharedOverlap(comm, sizes=[100], dtype=torch.float32, hosts=list("aabb"))
         if comm.rank != 3:
-            means.begin(0)
+            sums.begin(0)
         comm.barrier()  # all others have begun
         if comm.rank != 3:
             comm.timeout_s = 1.0
             with pytest.raises(CommTimeoutError, match=told[comm.rank]):
-                means.wait()
+                sums.wait()
             comm.timeout_s = WORLD_TIMEOUT_S
         comm.barrier()
 
@@ -574,12 +574,12 @@ def test_a_rank_that_does_not_come_is_named(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         if not comm.has_windows:
             return
-        means = SharedOverlap(comm, sizes=[10], dtype=torch.float32)
+        sums = SharedOverlap(comm, sizes=[10], dtype=torch.float32)
         if comm.rank == 0:
-            means.begin(0)
+            sums.begin(0)
             comm.timeout_s = 0.1
             with pytest.raises(CommTimeoutError, match=r"shared all-reduce on rank 0 of 2 timed out .*: rank 1 did not join"):
-                means.wait()
+                sums.wait()
             comm.timeout_s = WORLD_TIMEOUT_S
         comm.barrier()
 

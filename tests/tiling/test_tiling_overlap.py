@@ -45,7 +45,7 @@ def test_a_bucket_is_a_part_of_all_gradients(size: int, largest: int) -> None:
         ((1, 1), {"replicated_parameters": 1 << 22}, 8),
         ((1, 1), {"replicated_parameters": (1 << 17) - 1}, 1),
         ((1, 1), {"overlaps_sums": False}, 1),
-        ((1, 1), {"wire": "bfloat16"}, 1),
+        ((1, 1), {"wire": "bfloat16"}, 4),
         ((1, 1), {"element_bytes": 2}, 1),
         ((1,), {}, 1),
         ((2,), {}, 1),

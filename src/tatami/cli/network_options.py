@@ -62,4 +62,4 @@ class NetworkOptions:
     @property
     def called(self) -> str:
         """The network, in a title."""
-        return self.net if self.model is None else f"{self.model} of {self.layers} layers"
+        return self.net if self.model is None else f"a GPT of {self.layers} layers"

@@ -89,15 +89,19 @@ def plan(job: PlanJob) -> None:
     planners = [name.strip() for each in job.planner for name in each.split(",")] if job.planner else None
     if planners is None and not (job.everything or job.as_json):
         planners = [DEFAULT_PLANNER]
-    found = compared(
-        planners,
-        cluster=machines,
-        workload=workload,
-        with_stages=not job.planner,
-        stages=job.stages,
-        micro_batches=job.micro_batches,
-        recompute=job.recompute,
-    )
+    with warnings.catch_warnings():
+        if planners == [DEFAULT_PLANNER]:
+            warnings.filterwarnings("ignore", f"{DEFAULT_PLANNER} leaves out")  # the answer says whom, and why
+        found = compared(
+            planners,
+            cluster=machines,
+            workload=workload,
+            network=job.called,
+            with_stages=not job.planner,
+            stages=job.stages,
+            micro_batches=job.micro_batches,
+            recompute=job.recompute,
+        )
     plans = found.plans
     if job.plot is not None:
         if not plans:

@@ -214,12 +214,6 @@ def _layout(job: SimulateTilingJob, planner: str, *, cluster: Cluster, workload:
     return chosen.layout
 
 
-def _slower(machines: Cluster, believed: Cluster) -> dict[str, float]:
-    """How many times as slow each machine is as it is believed to be."""
-    true = machines.by_name
-    return {each.name: float(each.speed) / float(true[each.name].speed) for each in believed.processors}
-
-
 def _rehearse(job: TilingJob | StagedJob) -> TilingRun:
     from tatami.sim.tiling import StagedJob, rehearse, rehearse_stages
 

@@ -34,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLink:
-    """The link of one host to all others, as far as it differs from the cluster's network: None where it does not."""
+    """What is said of a link, at least one of the two: of one host's to all others, or of all; None where it is as usual."""
 
     bandwidth_bytes_per_s: float | None = None
     latency_s: float | None = None
@@ -50,7 +50,7 @@ class OwnLink:
         return cls(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
     def over(self, network: Link) -> Link:
-        """The whole link, where the rest is as the cluster's `network`."""
+        """The whole link, where the rest is as that of `network`."""
         bandwidth, latency_s = self.bandwidth_bytes_per_s, self.latency_s
         return Link(
             bandwidth_bytes_per_s=network.bandwidth_bytes_per_s if bandwidth is None else bandwidth,

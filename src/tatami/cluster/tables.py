@@ -30,7 +30,8 @@ Field = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkTable:
+class HostsLinkTable:
+    hosts: list[str]
     bandwidth: float
     latency: float
 
@@ -40,11 +41,6 @@ class LinkTable:
 
     def link(self) -> Link:
         return Link(bandwidth_bytes_per_s=self.bandwidth, latency_s=self.latency)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostsLinkTable(LinkTable):
-    hosts: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +98,8 @@ class NetworkTable:
 @dataclass(frozen=True, kw_only=True)
 class ClusterFile:
     processors: tuple[ProcessorTable, ...]
-    local: LinkTable | None = None
-    network: LinkTable | None = None
+    local: OwnLink | None = None
+    network: OwnLink | None = None
     links: tuple[HostsLinkTable, ...] = ()
     networks: tuple[NetworkTable, ...] = ()
 
@@ -140,13 +136,14 @@ def _converter() -> cattrs.Converter:
     processor |= {"link": read_by(partial(_own_link, converter=converter))}
     processor |= {"message": latency, "call": latency, "step": latency, "copy": bandwidth, "memory": memory}
     network = {"net": read_by(_net), "sample": read_by(parse_flop)}
-    of_hosts = link | {"hosts": read_by(_hosts)}
-    kinds = ((LinkTable, link), (HostsLinkTable, of_hosts), (ProcessorTable, processor), (NetworkTable, network))
+    of_hosts = {**link, "hosts": read_by(_hosts)}
+    kinds = ((HostsLinkTable, of_hosts), (ProcessorTable, processor), (NetworkTable, network))
     for table, of in kinds:
         converter.register_structure_hook(table, table_hook(table, converter, **of))
     several = {"processors": ProcessorTable, "links": HostsLinkTable, "networks": NetworkTable}
     lists = {key: list_hook(table, converter) for key, table in several.items()}
-    converter.register_structure_hook(ClusterFile, table_hook(ClusterFile, converter, **lists))
+    usual = {key: read_by(lambda value: _as_link(converter.structure(value, OwnLinkTable))) for key in ("local", "network")}
+    converter.register_structure_hook(ClusterFile, table_hook(ClusterFile, converter, **lists, **usual))
     return converter
 
 
@@ -228,7 +225,12 @@ def _net(value: object) -> str:
 
 
 def _own_link(value: object, *, converter: cattrs.Converter) -> OwnLink:
-    table = converter.structure(value, OwnLinkTable) if isinstance(value, dict) else OwnLinkTable(bandwidth=bandwidth_of(value))
+    return _as_link(
+        converter.structure(value, OwnLinkTable) if isinstance(value, dict) else OwnLinkTable(bandwidth=bandwidth_of(value))
+    )
+
+
+def _as_link(table: OwnLinkTable) -> OwnLink:
     try:
         return OwnLink(bandwidth_bytes_per_s=table.bandwidth, latency_s=table.latency)
     except ClusterError as error:

@@ -4,8 +4,8 @@
 bandwidth = "40 Gbit/s"                   # text with a unit, or a number in bytes/s
 latency = "5 us"                          # ... or in seconds
 
-[network]                                 # between hosts; may be left out, and is then 1 Gbit/s and 50 us
-bandwidth = "1 Gbit/s"
+[network]                                 # between hosts; may be left out, and is then 1 Gbit/s and 50 us, as is what it
+bandwidth = "1 Gbit/s"                    # does not say
 latency = "50 us"
 
 [[processors]]
@@ -74,8 +74,8 @@ def cluster_of(tables: Mapping[str, Any], *, source: Path | str) -> Cluster:
     _warn_assumed(file, source=source)
     return Cluster(
         processors=tuple(processor for table in file.processors for processor in table.processors()),
-        local=file.local.link() if file.local else LOCAL_LINK,
-        network=file.network.link() if file.network else NETWORK_LINK,
+        local=file.local.over(LOCAL_LINK) if file.local else LOCAL_LINK,
+        network=file.network.over(NETWORK_LINK) if file.network else NETWORK_LINK,
         links={_pair(table.hosts): table.link() for table in file.links},
         sample_flop={table.net: table.sample for table in file.networks},
     )

@@ -67,11 +67,22 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
             environ.pop(WATCHED, None)
             code = _run_mpiexec(launch_command(launcher, words, ranks=ranks, hosts=hosts), environ=environ, stop=stop)
             if code != 0 and stop.number is None:
-                print(f"tatami run: the job of {ranks} ranks ended with exit code {code}", file=sys.stderr, flush=True)
+                print(
+                    f"tatami run: the job of {ranks} ranks ended with exit code {code}{_advice(hosts)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if stop.number is not None:
             code = 128 + stop.number
             print(f"tatami run: ended by {signal.Signals(stop.number).name}; all {ranks} ranks are stopped", file=sys.stderr)
     return code
+
+
+def _advice(hosts: Sequence[str] | None) -> str:
+    if not hosts:
+        return ""
+    names = ",".join(host.split(":")[0] for host in hosts)
+    return f". If ranks did not start: `tatami doctor --hosts {names}` checks these machines"
 
 
 def find_launcher() -> Launcher:

@@ -1,11 +1,11 @@
-"""Means of several vectors over all ranks, taken while the ranks compute: what `overlap` makes.
+"""Sums of several vectors over all ranks, taken while the ranks compute: what `overlap` makes.
 
-    means = overlap(comm, sizes=[1000, 250_000])
-    means.vectors[1].copy_(gradient)       # better: compute it there
-    means.begin(1)                         # this rank's part is there; returns at once
-    means.progress()                       # now and then: what can be done without waiting
-    means.begin(0)
-    means.wait()                           # every vector is the mean over all ranks
+    sums = overlap(comm, sizes=[1000, 250_000])
+    sums.vectors[1].copy_(gradient)       # better: compute it there
+    sums.begin(1)                         # this rank's part is there; returns at once
+    sums.progress()                       # now and then: what can be done without waiting
+    sums.begin(0)
+    sums.wait()                           # every vector is the sum over all ranks
 
 Every round begins every vector once, in any order, and ends with `wait`. Ranks of one host add up in each other's memory, a
 slice each, as soon as all of them have begun a vector; with several hosts of as many ranks each, only that slice's sum goes
@@ -26,22 +26,24 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.collective import RankGroup, Via, build
-from tatami.comm.allreduce import AUTO, AllReduce, AllReduceSpec
+from tatami.comm.allreduce import AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, divide
+from tatami.comm.reduction import HALF_DTYPES, Op, Reduction
+from tatami.comm.rounds import MessageSum
 from tatami.comm.shared_sum import loads_and_stores
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow
 from tatami.errors import InputError
+from tatami.tiling.traffic import sum_schedule
 
 _PAGE_BYTES = 4096
 
 
 class AbstractOverlap(ABC):
-    """Means under way.
+    """Sums under way.
 
     Attributes:
-        vectors: (size,) each: what this rank gives before `begin`, the mean after `wait`; not to be touched in between.
+        vectors: (size,) each: what this rank gives before `begin`, the sum after `wait`; not to be touched in between.
     """
 
     vectors: tuple[torch.Tensor, ...]
@@ -56,7 +58,7 @@ class AbstractOverlap(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all vectors hold their means.
+        """Return when all vectors hold their sums.
 
         Raises:
             CommTimeoutError: a rank did not come; the object cannot be used any more.
@@ -97,10 +99,11 @@ def overlap(
     places = tuple(hosts) if hosts is not None else comm.hosts
     if algorithm is None and on_cpu and comm.has_windows and _shares(places, dtype):
         return SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=places)
-    if algorithm is None and (dtype not in HALF_DTYPES or not on_cpu):
-        return MessageOverlap(comm, sizes=sizes, dtype=dtype, device=device)
-    # A communicator sums halves in float32, and sends them so.
-    return ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm=algorithm or AUTO)
+    if algorithm is not None:
+        return ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm=algorithm)
+    if on_cpu and dtype in HALF_DTYPES and comm.size > 1:
+        return HalvesOverlap(comm, sizes=sizes, dtype=dtype)
+    return MessageOverlap(comm, sizes=sizes, dtype=dtype, device=device)
 
 
 class SharedOverlap(AbstractOverlap):
@@ -141,7 +144,7 @@ class SharedOverlap(AbstractOverlap):
         self._open: list[int] = []
         self._crossing = _Crossing(column)
         self.vectors = tuple(self._window.tensor[start : start + size] for start, size in zip(starts, sizes, strict=False))
-        make = partial(_Slice, self._window, here, divisor=comm.size, whole=column is None)
+        make = partial(_Slice, self._window, here, whole=column is None)
         self._slices = [make(start=start, size=size) for size, start in zip(sizes, starts, strict=False)]
 
     def begin(self, index: int) -> None:
@@ -210,9 +213,7 @@ class SharedOverlap(AbstractOverlap):
 class _Slice:
     """This rank's slice of one vector: summed from the neighbours' vectors, and stored into them."""
 
-    def __init__(
-        self, window: AbstractSharedWindow, here: AbstractCommunicator, *, start: int, size: int, divisor: int, whole: bool
-    ) -> None:
+    def __init__(self, window: AbstractSharedWindow, here: AbstractCommunicator, *, start: int, size: int, whole: bool) -> None:
         """`whole`: the sum is delivered at once, block by block, while it is in the cache; otherwise by `deliver`."""
         vectors = {rank: window.of(rank)[start : start + size] for rank in range(here.size)}
         group = RankGroup(ranks=tuple(range(here.size)), start=0, stop=size)
@@ -221,19 +222,16 @@ class _Slice:
         steps = [step for phase in phases for step in phase.steps_of(here.rank, round=0) if step.issuer == here.rank]
         stores = [] if whole else [step for step in steps if step.via is Via.STORE]
         first = [step for step in steps if step not in stores]
-        act = partial(loads_and_stores, vectors=vectors, rank=here.rank, op=Op.SUM)
+        act = partial(loads_and_stores, vectors=vectors, rank=here.rank, op=Op.SUM, divisor=None)
         self.values = vectors[here.rank][low:high]
-        self._divisor = divisor
-        self._reduce = act(first, divisor=divisor if whole else None)
-        self._deliver = act(stores, divisor=None)
+        self._reduce, self._deliver = act(first), act(stores)
 
     def reduce(self) -> None:
         for action in self._reduce:
             action()
 
     def deliver(self) -> None:
-        """`values` are the sum over all hosts: they become the mean, here and at the neighbours."""
-        divide(self.values, self._divisor)
+        """`values` are the sum over all hosts: the neighbours get them."""
         for action in self._deliver:
             action()
 
@@ -271,39 +269,60 @@ class MessageOverlap(AbstractOverlap):
     """One nonblocking all-reduce for each vector, in their order on all ranks, as far as all before them have begun."""
 
     def __init__(
-        self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None
+        self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         self._comm = comm.duplicate()
         self.vectors = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
         self._ready: set[int] = set()
-        self._requests: list[AbstractRequest] = []
+        self._num_begun = 0
+        self._under_way: list[AbstractRequest] = []
 
     def begin(self, index: int) -> None:
         self._ready.add(index)
-        while (following := len(self._requests)) in self._ready:
-            self._requests.append(self._comm.iallreduce(self.vectors[following]))
+        while self._num_begun in self._ready:
+            self._under_way.append(self._start(self._num_begun))
+            self._num_begun += 1
 
     def progress(self) -> None:
-        for request in self._requests:
-            request.test()
+        self._under_way = [request for request in self._under_way if not request.test()]
 
     def wait(self) -> None:
-        for request, vector in zip(self._requests, self.vectors, strict=True):
+        for request in self._under_way:
             request.wait()
-            divide(vector, self._comm.size)
-        self._requests.clear()
+        self._under_way.clear()
+        self._num_begun = 0
         self._ready.clear()
 
     def close(self) -> None:
         self._comm.close()
 
+    def _start(self, index: int) -> AbstractRequest:
+        return self._comm.iallreduce(self.vectors[index])
+
+
+class HalvesOverlap(MessageOverlap):
+    """The same in half precision, in host memory, where libraries do not sum: by schedules of messages.
+
+    Elements travel as they are. They are added up in float32, and rounded once for all ranks.
+    """
+
+    def __init__(self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """`comm` has two ranks or more."""
+        super().__init__(comm, sizes=sizes, dtype=dtype)
+        apart = [str(rank) for rank in range(comm.size)]
+        schedules = [sum_schedule(apart, size=size, element_bytes=dtype.itemsize) for size in sizes]
+        self._sums = [MessageSum(self._comm, schedule, tag=number) for number, schedule in enumerate(schedules)]
+
+    def _start(self, index: int) -> AbstractRequest:
+        return self._sums[index].begin(self.vectors[index])
+
 
 class ScheduledOverlap(AbstractOverlap):
-    """One `AllReduce` for each vector, run in their order when all are there: for algorithms, and halves on the network."""
+    """One `AllReduce` for each vector, run in their order when all are there."""
 
     def __init__(self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype, algorithm: str) -> None:
         self._reduces = [
-            AllReduce(comm, AllReduceSpec(size=size, dtype=dtype, op=Reduction.MEAN, algorithm=algorithm, wire=dtype))
+            AllReduce(comm, AllReduceSpec(size=size, dtype=dtype, op=Reduction.SUM, algorithm=algorithm, wire=dtype))
             for size in sizes
         ]
         self.vectors = tuple(reduce.buffer for reduce in self._reduces)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from tatami.collective import Schedule, Step, sums_of
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import HALF_DTYPES, Op, combine
 from tatami.errors import ScheduleError
 
@@ -62,7 +62,7 @@ class MessageRound:
 
     def bound(
         self, vector: torch.Tensor, scratch: torch.Tensor, comm: AbstractCommunicator, *, op: Op = Op.SUM, tag: int = 0
-    ) -> Callable[[], None]:
+    ) -> BoundRound:
         """The round on `vector` (size,), in place."""
         receives = [(scratch[start:stop], source) for source, start, stop in self.contributions]
         receives += [(vector[start:stop], source) for source, start, stop in self.arrivals]
@@ -74,16 +74,47 @@ class MessageRound:
             )
             for start, stop, places in self.sums
         ]
+        return BoundRound(comm, receives, sends, sums, op=op, tag=tag)
 
-        def act() -> None:
-            requests = [comm.irecv(room, source, tag=tag) for room, source in receives]
-            requests += [comm.isend(values, target, tag=tag) for values, target in sends]
-            for request in requests:
-                request.wait()
-            for own, contributions in sums:
-                add_in_order(own, contributions, op=op)
 
-        return act
+class BoundRound:
+    """A round on the memory of one vector.
+
+    Args:
+        comm: the ranks.
+        receives: (memory, from whom).
+        sends: (values, to whom).
+        sums: (memory, what is added up there), when all has arrived.
+        op: how it is added up.
+        tag: of the messages.
+    """
+
+    def __init__(
+        self,
+        comm: AbstractCommunicator,
+        receives: Sequence[tuple[torch.Tensor, int]],
+        sends: Sequence[tuple[torch.Tensor, int]],
+        sums: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+        *,
+        op: Op,
+        tag: int,
+    ) -> None:
+        self._comm, self._receives, self._sends, self._sums, self._op, self._tag = comm, receives, sends, sums, op, tag
+
+    def __call__(self) -> None:
+        for request in self.begin():
+            request.wait()
+        self.finish()
+
+    def begin(self) -> list[AbstractRequest]:
+        """Post the messages."""
+        requests = [self._comm.irecv(room, source, tag=self._tag) for room, source in self._receives]
+        return requests + [self._comm.isend(values, target, tag=self._tag) for values, target in self._sends]
+
+    def finish(self) -> None:
+        """Add up; the messages have arrived."""
+        for own, contributions in self._sums:
+            add_in_order(own, contributions, op=self._op)
 
 
 def add_in_order(out: torch.Tensor, contributions: Sequence[torch.Tensor], *, op: Op = Op.SUM) -> None:
@@ -136,7 +167,37 @@ class MessageSum:
         Raises:
             CommTimeoutError, RankDiedError: a rank did not come.
         """
+        self.begin(vector).wait()
+
+    def begin(self, vector: torch.Tensor) -> AbstractRequest:
+        """As `run`, without waiting; one vector at a time. `test` and `wait` of what is returned begin the next rounds."""
         if self._scratch is None or self._scratch.dtype != vector.dtype:
             self._scratch = vector.new_empty(max((each.scratch_size for each in self._rounds), default=0))
-        for each in self._rounds:
-            each.bound(vector, self._scratch, self._comm, tag=self._tag)()
+        return _SumRequest(each.bound(vector, self._scratch, self._comm, tag=self._tag) for each in self._rounds)
+
+
+class _SumRequest(AbstractRequest):
+    """A sum under way: each round begins when the one before is over."""
+
+    def __init__(self, rounds: Iterable[BoundRound]) -> None:
+        self._rounds = iter(rounds)
+        self._next()
+
+    def test(self) -> bool:
+        while self._round is not None:
+            # One test makes the backend look for all messages, so that the others wait for their turn.
+            while self._requests and self._requests[-1].test():
+                self._requests.pop()
+            if self._requests:
+                return False
+            self._round.finish()
+            self._next()
+        return True
+
+    def wait(self) -> None:
+        while not self.test():
+            self._requests.pop().wait()
+
+    def _next(self) -> None:
+        self._round = next(self._rounds, None)
+        self._requests = [] if self._round is None else self._round.begin()

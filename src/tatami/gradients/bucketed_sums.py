@@ -30,8 +30,12 @@ class BucketedSums(AbstractGradientSums):
         bucket_bytes: the largest size of a bucket of several parameters.
         wire: the dtype in which gradients travel; None: their own.
         algorithm: see `tatami.comm.overlap`.
+        has_numbers: each rank is told of how many samples all others know.
         is_stale: a pass delivers the sums of the one before, and its own while the next one computes.
         check: looks through the gradients of this rank in debug mode. Collective.
+
+    Attributes:
+        samples_of_ranks: of the pass whose sums were delivered last, where `has_numbers`.
     """
 
     layout = None
@@ -45,16 +49,18 @@ class BucketedSums(AbstractGradientSums):
         bucket_bytes: int,
         wire: torch.dtype | None = None,
         algorithm: str | None = None,
+        has_numbers: bool = False,
         is_stale: bool = False,
         check: Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor | None]], None] | None = None,
     ) -> None:
         self._comm, self._bucket_bytes, self._wire, self._algorithm = comm, bucket_bytes, wire, algorithm
-        self._is_stale, self._check = is_stale, check
+        self._has_numbers, self._is_stale, self._check = has_numbers, is_stale, check
         self._parameters: list[nn.Parameter] = []
         self._index_of: dict[nn.Parameter, int] = {}
         self._sets: list[BucketSet] = []
         self._under_way: BucketSet | None = None
         self._num_passes = 0
+        self.samples_of_ranks: list[int] = []
         self._arrived: dict[int, None] = {}
         self._order: list[int] = []
         self._late = set[int]()
@@ -84,7 +90,7 @@ class BucketedSums(AbstractGradientSums):
                 "a gradient came twice in one backward pass, the first time not whole, as it did not in the first passes. "
                 "Checkpoint with use_reentrant=False"
             )
-        self._current.put(index, gradient, scale=weight * self._comm.size)
+        self._current.put(index, gradient, scale=weight)
 
     def finish(
         self,
@@ -92,7 +98,7 @@ class BucketedSums(AbstractGradientSums):
         gradients: Sequence[torch.Tensor | None],
         *,
         weight: float,
-        samples: int,  # noqa: ARG002 - each rank says how many samples it has
+        samples: int,
     ) -> list[torch.Tensor | None]:
         if debugging() and self._check is not None:
             self._check(parameters, gradients)
@@ -100,13 +106,14 @@ class BucketedSums(AbstractGradientSums):
         numbers = [self._index_of[parameter] for parameter in parameters]
         for index, gradient in zip(numbers, gradients, strict=True):
             if gradient is not None and not current.has(index):
-                current.put(index, gradient, scale=weight * self._comm.size)
-        current.begin_rest()
+                current.put(index, gradient, scale=weight)
+        current.begin_rest(samples)
         self._num_passes += 1
         due: BucketSet | None = current
         if self._is_stale:
             due, self._under_way = self._under_way, current
         sums = self._taken(due, parameters, gradients)
+        self.samples_of_ranks = [] if due is None else due.numbers()
         if self._learns:
             self._learn()
         return sums
@@ -130,10 +137,7 @@ class BucketedSums(AbstractGradientSums):
         if due is None:
             return [None] * len(parameters)
         due.wait()
-        return [
-            due.take(self._index_of[parameter], into=room, dtype=parameter.dtype)
-            for parameter, room in zip(parameters, rooms, strict=True)
-        ]
+        return due.take([self._index_of[parameter] for parameter in parameters], into=rooms, like=parameters)
 
     def _learn(self) -> None:
         if len(self._arrived) > len(self._order):
@@ -162,7 +166,13 @@ class BucketedSums(AbstractGradientSums):
         self._index_of = {parameter: index for index, parameter in enumerate(known)}
         self._sets = [
             BucketSet(
-                self._comm, known, order=order, bucket_bytes=self._bucket_bytes, wire=self._wire, algorithm=self._algorithm
+                self._comm,
+                known,
+                order=order,
+                bucket_bytes=self._bucket_bytes,
+                wire=self._wire,
+                algorithm=self._algorithm,
+                has_numbers=self._has_numbers,
             )
             for _ in range(2 if self._is_stale else 1)
         ]

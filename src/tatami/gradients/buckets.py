@@ -19,6 +19,7 @@ from tatami.comm.reduction import FLOAT_DTYPES
 from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError
 from tatami.tiling import overlap as planned
+from tatami.tiling.traffic import SIZE_DIGITS, size_digits, sizes_of
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = planned.LARGEST_BUCKET_BYTES
@@ -110,6 +111,7 @@ class BucketSet:
         bucket_bytes: see `lay_buckets`.
         wire: the dtype in which gradients travel; None: their own.
         algorithm: see `overlap`.
+        has_numbers: the number of samples of every rank travels with the last bucket, which leaves when the pass is over.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class BucketSet:
         bucket_bytes: int,
         wire: torch.dtype | None,
         algorithm: str | None,
+        has_numbers: bool = False,
     ) -> None:
         self._overlaps: list[AbstractOverlap] = []
         self._vectors: list[tuple[BucketLayout, torch.Tensor, AbstractOverlap, int]] = []
@@ -128,13 +131,17 @@ class BucketSet:
         layouts = lay_buckets(parameters, order=order, bucket_bytes=bucket_bytes)
         for dtype, device in dict.fromkeys((layout.dtype, layout.device) for layout in layouts):
             same = [layout for layout in layouts if (layout.dtype, layout.device) == (dtype, device)]
-            means = overlap(comm, sizes=[each.size for each in same], dtype=wire or dtype, device=device, algorithm=algorithm)
-            self._overlaps.append(means)
-            for index, (layout, vector) in enumerate(zip(same, means.vectors, strict=True)):
+            sizes = [each.size + (SIZE_DIGITS * comm.size if has_numbers and each is layouts[-1] else 0) for each in same]
+            sums = overlap(comm, sizes=sizes, dtype=wire or dtype, device=device, algorithm=algorithm)
+            self._overlaps.append(sums)
+            for index, (layout, vector) in enumerate(zip(same, sums.vectors, strict=True)):
                 for parameter, start in zip(layout.parameters, layout.starts, strict=False):
                     like = parameters[parameter]
                     self._slots[parameter] = len(self._vectors), vector[start : start + like.numel()].view(like.shape)
-                self._vectors.append((layout, vector, means, index))
+                self._vectors.append((layout, vector, sums, index))
+        self._rank = comm.rank
+        self._numbers = self._vectors[-1][1][layouts[-1].size :] if has_numbers and layouts else torch.empty(0)
+        self._waits = len(layouts) - 1 if has_numbers else None
         self._missing = [len(layout.parameters) for layout, *_ in self._vectors]
         self._there: set[int] = set()
         self._begun: set[int] = set()
@@ -158,48 +165,61 @@ class BucketSet:
             torch.mul(gradient, scale, out=slot)
         self._there.add(index)
         self._missing[number] -= 1
-        if not self._missing[number]:
+        if not self._missing[number] and number != self._waits:
             self._begin(number)
-        for means in self._overlaps:
-            means.progress()
+        for sums in self._overlaps:
+            sums.progress()
 
-    def begin_rest(self) -> None:
-        """Begin the buckets of which some gradients are not there in this pass."""
+    def begin_rest(self, own: int = 0) -> None:
+        """Begin the buckets that have not left in this pass; `numbers` will have `own` of all ranks."""
+        self._numbers.zero_()
+        if len(self._numbers):
+            start = SIZE_DIGITS * self._rank
+            self._numbers[start : start + SIZE_DIGITS] = torch.tensor(size_digits(own))
         for number in range(len(self._vectors)):
             if number not in self._begun:
                 self._begin(number)
 
     def _begin(self, number: int) -> None:
-        layout, vector, means, index = self._vectors[number]
-        has = [parameter in self._there for parameter in layout.parameters]
-        for parameter, is_there in zip(layout.parameters, has, strict=True):
-            if not is_there:
+        layout, vector, sums, index = self._vectors[number]
+        used = vector[layout.starts[-1] : layout.size].fill_(1.0)
+        for place, parameter in enumerate(layout.parameters):
+            if parameter not in self._there:
                 self._slots[parameter][1].zero_()
-        used = vector[layout.starts[-1] :]
-        used.copy_(used.new_tensor([float(each) for each in has]))
-        means.begin(index)
+                used[place] = 0.0
+        sums.begin(index)
         self._begun.add(number)
 
     def wait(self) -> None:
-        """All buckets hold the means; the next pass may begin when they were taken."""
-        for means in self._overlaps:
-            means.wait()
+        """All buckets hold the sums; the next pass may begin when they were taken."""
+        for sums in self._overlaps:
+            sums.wait()
         for layout, vector, *_ in self._vectors:
-            for parameter, used in zip(layout.parameters, vector[layout.starts[-1] :].tolist(), strict=True):
+            for parameter, used in zip(layout.parameters, vector[layout.starts[-1] : layout.size].tolist(), strict=True):
                 self._used[parameter] = used != 0.0
         self._begun.clear()
         self._there.clear()
         self._missing = [len(layout.parameters) for layout, *_ in self._vectors]
 
-    def take(self, index: int, *, into: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The mean for parameter `index`, in `into` or in memory of its own; None where no rank had a gradient."""
-        if not self._used[index]:
-            return None
-        slot = self._slots[index][1]
-        return slot.to(dtype, copy=True) if into is None else into.copy_(slot)
+    def take(
+        self, indices: Sequence[int], *, into: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The sums for these parameters, each where `into` says or in memory of its own; None where no rank had a gradient."""
+        rooms = [
+            None if not self._used[index] else torch.empty_like(own, requires_grad=False) if room is None else room
+            for index, room, own in zip(indices, into, like, strict=True)
+        ]
+        filled = [(room, self._slots[index][1]) for index, room in zip(indices, rooms, strict=True) if room is not None]
+        if filled:
+            torch._foreach_copy_([room for room, _ in filled], [slot for _, slot in filled])
+        return rooms
+
+    def numbers(self) -> list[int]:
+        """What each rank gave `begin_rest`, where `has_numbers`."""
+        return sizes_of(self._numbers.tolist())
 
     def close(self) -> None:
         self._vectors.clear()
         self._slots.clear()
-        for means in self._overlaps:
-            means.close()
+        for sums in self._overlaps:
+            sums.close()

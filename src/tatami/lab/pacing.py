@@ -5,6 +5,10 @@ host's speed. So a product of large matrices is nearly as fast as the host can b
 any other operation takes the time of its bytes. As long as this machine does the real work in less time than all hosts
 together would take, times do not depend on how busy it is.
 
+Python has to look at each operation, which takes longer than a small operation itself. That is time of the instrument, not of
+the host: a rank that is behind by no more than that makes up for it in later waits, so that a program of many small operations
+is as fast here as its host would be.
+
 What it cannot show: caches, memory that ranks of a host share, and whatever does not pass through torch's operations: Python
 between them counts only where it is slower than the model, and messages take the time that they take on this machine.
 """
@@ -25,6 +29,8 @@ from torch.utils.flop_counter import flop_registry
 _SLACK_S = 1e-3
 """Operations that follow each other within this time follow at once: a wait is longer, Python is shorter."""
 _LEAST_WAIT_S = 2e-4
+_CROSSING_S = 5e-6
+"""What torch takes to come here and to go back, for each operation, beside what is seen from here."""
 _LOOKS_S = 0.1
 """Between two looks at the file that says how fast the host is."""
 _LATE = 0.02
@@ -49,28 +55,40 @@ class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._file, self._clock, self._wait = file, clock, wait
         self._read()
-        self._due_s = self._looked_s = clock()
+        self._due_s = self._looked_s = self._left_s = clock()
+        self._behind_s = 0.0
         self.modelled_s = self.late_s = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began_s = self._clock()
+        if began_s > self._left_s + _SLACK_S:
+            self._behind_s = 0.0  # whatever the rank waited for, it was there in time
         result = func(*args, **(kwargs or {}))
-        flop = operation_flop(func, args, kwargs or {}, result, balance=self._balance)
-        if not flop:
-            return result
         done_s = self._clock()
+        flop = operation_flop(func, args, kwargs or {}, result, balance=self._balance)
+        if flop and self._last(flop, began_s, done_s):
+            self._behind_s, self._left_s = 0.0, self._clock()
+        else:
+            self._left_s = self._clock()
+            self._behind_s += self._left_s - done_s + _CROSSING_S
+        return result
+
+    def _last(self, flop: float, began_s: float, done_s: float) -> bool:
+        """What really ran from `began_s` to `done_s` lasts as long as it would on the host. Whether the rank is in time now."""
         if done_s > self._looked_s + _LOOKS_S:
             self._looked_s = done_s
             self._read()
         last_s = flop * self._flop_s
-        # The host begins when it has done what was before; after a wait, now.
-        self._due_s = last_s + (self._due_s if began_s < self._due_s + _SLACK_S else began_s)
+        # The host begins when it has done what was before; after a wait, now. It does not look at operations.
+        begins_s = began_s - self._behind_s
+        self._due_s = last_s + (self._due_s if begins_s < self._due_s + _SLACK_S else begins_s)
         self.modelled_s += last_s
-        if done_s > self._due_s:
-            self.late_s += min(done_s - self._due_s, done_s - began_s)
-        elif self._due_s > done_s + _LEAST_WAIT_S:
+        if done_s >= self._due_s:
+            self.late_s += min(max(done_s - self._due_s - self._behind_s, 0.0), done_s - began_s)
+            return False
+        if self._due_s > done_s + _LEAST_WAIT_S:
             self._wait(self._due_s - done_s)
-        return result
+        return True
 
     def _read(self) -> None:
         speed, balance = self._file.read_text(encoding="ascii").split()

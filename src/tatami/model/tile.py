@@ -467,9 +467,11 @@ def _told(planned: Plan | StagedPlan) -> str:
     again = planned.layout.recomputes
     rounded = f"; recomputing activations: {', '.join(_few(again))}" if again else ""
     rounded += f"; sums travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
+    shared = len(planned.layout.processors) + len(planned.left_out) > 1
+    efficiency = f"; predicted efficiency {1 / (1 + planned.gap):.0%}" if shared else ""
     return (
         f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{replicas}], "
-        f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}{rounded}"
+        f"samples {widths}{efficiency}{left_out}{rounded}"
     )
 
 

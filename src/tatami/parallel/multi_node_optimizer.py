@@ -133,7 +133,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             self._average(weight)
             loss = loss * weight if weight else torch.zeros_like(loss)
             self._comm.allreduce(loss)
-            return loss.item() / self._comm.size
+            return loss.item()
 
         return self.optimizer.step(averaged)
 
@@ -195,9 +195,9 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         self._groups.append(self._make(names, parameters))
 
     def _weight(self, num_samples: int | None) -> float:
-        """How much heavier than the mean rank this one weighs."""
+        """The share of this rank in the mean over all."""
         if num_samples is None:
-            return 1.0
+            return 1 / self._comm.size
         sums = torch.tensor([num_samples, num_samples**2], dtype=torch.int64, device="cpu")
         self._comm.allreduce(sums)
         total, squares = map(int, sums.tolist())
@@ -206,7 +206,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
                 "the ranks have different numbers of samples, and a MultiNodeBatchNorm has weighed their losses as equal, so "
                 "gradients would be wrong. Use tatami.DataParallel, which tells it the shares"
             )
-        return num_samples * self._comm.size / max(1, total)
+        return num_samples / max(1, total)
 
     def _average(self, weight: float) -> None:
         self._num_steps += 1
@@ -264,9 +264,10 @@ class _Group:
         """The gradients that are due become those of the parameters."""
         if self._due is not None:
             self._due.wait()
-            for index, parameter in enumerate(self.parameters):
-                grad = self._due.take(index, into=parameter.grad, dtype=parameter.dtype)
-                parameter.grad = grad
+            rooms = [parameter.grad for parameter in self.parameters]
+            sums = self._due.take(range(len(rooms)), into=rooms, like=self.parameters)
+            for parameter, total in zip(self.parameters, sums, strict=True):
+                parameter.grad = total
             self._due = None
 
     def flush(self) -> None:

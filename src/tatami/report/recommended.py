@@ -100,6 +100,7 @@ def plan_table(
     alone: Plan | None,
     cluster: Cluster,
     staged: StagedPlan | None = None,
+    network: str | None = None,
 ) -> Table:
     """One machine alone, weighted data parallelism, the recommended plan, those of other planners, and pipeline stages.
 
@@ -111,6 +112,7 @@ def plan_table(
         weighted, alone: None where memory does not allow it.
         cluster: what they were planned for.
         staged: the best plan with stages; None where there is none.
+        network: what it is called in the title.
     """
     alone_words = "one machine alone" if alone is None else f"{display_names(cluster)[alone.layout.processors[0]]} alone"
     candidates = [(alone_words, alone), ("weighted data parallelism", weighted)]
@@ -140,7 +142,8 @@ def plan_table(
         for plan, labels in rows
     ]
     row = next(index for index, (_, labels) in enumerate(rows) if "recommended" in labels)
-    title = f"Compared, for {best.workload.samples:,} samples an iteration:"
+    samples = best.workload.samples
+    title = f"Compared, for {f'{network} and ' if network else ''}{samples:,} sample{'s' if samples > 1 else ''} an iteration:"
     return table_of(title, cells, texts=("plan",), best=row if len(rows) > 1 else None)
 
 

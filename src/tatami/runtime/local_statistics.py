@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tatami.batch_statistics import uncounted
 from tatami.runtime.context import RankContext
 from tatami.runtime.rows import UnitRuns
 from tatami.tiling import Span
@@ -33,9 +35,11 @@ class SplitStatistics:
     runs: UnitRuns
     units: Callable[[], tuple[Span, int]]
 
-    def here(self) -> tuple[torch.Tensor, int]:
-        """The places of the channels here, and how many channels there are."""
+    def here(self) -> tuple[torch.Tensor | None, int]:
+        """The places of the channels here, None where all are, and how many channels there are."""
         span, total = self.units()
+        if span.size == total and len(self.runs.runs) == 1:
+            return None, total * self.runs.per_unit
         ranges = [
             torch.arange(start + span.start * inner, start + span.stop * inner, dtype=torch.int64, device="cpu")
             for start, inner in self.runs.runs
@@ -63,27 +67,25 @@ class LocalStatistics:
         rank, found = self._rank, list(self._found())
         if not found or rank.sums is None or not rank.sums_statistics:
             return
-        size = 1 + sum(channels for _, _, channels in found)
+        tensors, positions, channels = zip(*found, strict=True)
+        starts = [*accumulate(channels, initial=1)]
+        place: slice | torch.Tensor = slice(1, starts[-1])
+        if any(each is not None for each in positions):
+            ranges = zip(starts, positions, channels, strict=False)
+            everywhere = torch.arange(max(channels), device="cpu")
+            place = torch.cat([start + (everywhere[:length] if own is None else own) for start, own, length in ranges])
         weight = float(rank.mine.size if rank.samples else rank.index is not None)
-        room = rank.sums.room(size)
+        sizes = [each.numel() for each in tensors]
+        weights = [weight if own is not None or rank.speaks else 0.0 for own in positions]
+        factors = torch.tensor(weights, dtype=torch.float64, device="cpu").repeat_interleave(torch.tensor(sizes, device="cpu"))
+        room = rank.sums.room(starts[-1])
         room.zero_()
         room[0] = weight if rank.speaks else 0.0
-        start = 1
-        for tensor, positions, channels in found:
-            part = room[start : start + channels]
-            if positions is not None:
-                part[positions] = tensor.double().cpu() * weight
-            elif rank.speaks:
-                part.copy_(tensor).mul_(weight)
-            start += channels
+        room[place] = torch.cat(tensors).double().cpu() * factors
         rank.waits(True)
         total = rank.sums.run("the running statistics of all batch normalizations")
         rank.waits(False)
-        start = 1
-        for tensor, positions, channels in found:
-            mean = total[start : start + channels] / total[0]
-            tensor.copy_(mean if positions is None else mean[positions])
-            start += channels
+        torch._foreach_copy_([uncounted(each) for each in tensors], torch.split(total[place] / total[0], sizes))
 
     def _found(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, int]]:
         """The running statistics that a pass updates, where the channels here lie on them, and how many there are in all."""

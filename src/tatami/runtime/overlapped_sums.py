@@ -2,9 +2,8 @@
 
 A long sum over a slow link hides behind the backward pass if each part of it leaves as soon as it is ready. Where every rank is
 a replica, gradients therefore travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`). In all other cases
-they travel after the pass (`tatami.runtime.owner_sums`): where ranks share units, within one host, in half precision (`wire`),
-over links of different rates, over which the parts are uneven, and while a re-tiler measures when the messages of each link
-arrive.
+they travel after the pass (`tatami.runtime.owner_sums`): where ranks share units, within one host, over links of different
+rates, over which the parts are uneven, and while a re-tiler measures when the messages of each link arrive.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ class OverlappedSums(AbstractGradientSums):
             self.close()
             return
         if self._buckets is None:
-            self._buckets = BucketedSums(self._comm, bucket_bytes=usual_bucket_bytes(self._comm, parameters))
+            size_bytes = usual_bucket_bytes(self._comm, parameters)
+            self._buckets = BucketedSums(self._comm, bucket_bytes=size_bytes, wire=self._owners.wire, has_numbers=True)
         self._buckets.begin(parameters)
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, weight: float, *, is_whole: bool) -> None:
@@ -77,11 +77,8 @@ class OverlappedSums(AbstractGradientSums):
         if self._buckets is None:
             return self._owners.finish(parameters, gradients, weight=weight, samples=samples)
         sums = self._buckets.finish(parameters, gradients, weight=weight, samples=samples)
-        given = torch.zeros(self._comm.size, dtype=torch.int64, device="cpu")
-        given[self._comm.rank] = samples
-        self._comm.allreduce(given)
         replicas = self._replicas()
-        sizes = [int(given[rank]) for (rank,) in replicas]
+        sizes = [self._buckets.samples_of_ranks[rank] for (rank,) in replicas]
         if len(set(sizes)) > 1:
             raise different_sizes(sizes, replicas=replicas)
         return sums

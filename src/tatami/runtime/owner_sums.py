@@ -17,7 +17,8 @@ from tatami.runtime.placement import Placement
 from tatami.runtime.rows import Rows
 from tatami.runtime.same_batch import different_sizes
 from tatami.runtime.stopwatch import LinkTimes
-from tatami.tiling.traffic import size_digits
+from tatami.runtime.vector_sum import wire_dtype
+from tatami.tiling.traffic import num_digits, size_digits, sizes_of
 
 
 class OwnerSums(AbstractGradientSums):
@@ -60,9 +61,14 @@ class OwnerSums(AbstractGradientSums):
 
     @property
     def sends_evenly(self) -> bool:
-        """Whether gradients travel as they are, in parts that are alike for all ranks."""
+        """Whether gradients travel in parts that are alike for all ranks."""
         exchange = self._placement().exchange
-        return self._wire is None and exchange is not None and exchange.is_even
+        return exchange is not None and exchange.is_even
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        """As what gradients travel; None: as they are."""
+        return wire_dtype(self._wire)
 
     def finish(
         self,
@@ -78,10 +84,10 @@ class OwnerSums(AbstractGradientSums):
         if weight != 1.0 and has:
             torch._foreach_mul_(has, weight)
         own = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(parameters, gradients, strict=True)]
-        mine = size_digits(samples, wire=self._wire)
-        digits = [[0] * len(mine) for _ in placement.tilings[0].replicas]
+        count = num_digits(self._wire)
+        digits = [[0] * count for _ in placement.tilings[0].replicas]
         if (replica := self._replica()) is not None:
-            digits[replica] = mine
+            digits[replica] = size_digits(samples, count=count)
         facts = [*(float(grad is not None) for grad in gradients), *(float(digit) for each in digits for digit in each)]
         riding = torch.tensor(facts, dtype=torch.float32, device="cpu")
         riding = riding.to(parameters[0].device) if parameters else riding  # a stage may have no weights
@@ -95,8 +101,7 @@ class OwnerSums(AbstractGradientSums):
         for (number, _), total in zip(replicated, sums, strict=True):
             own[number] = total
         found = riding.tolist()
-        used, rest = found[: len(own)], found[len(own) :]
-        sizes = [sum(d * 256**i for i, d in enumerate(rest[at : at + len(mine)])) for at in range(0, len(rest), len(mine))]
+        used, sizes = found[: len(own)], sizes_of(found[len(own) :], count=count)
         if len(set(sizes)) > 1:
             raise different_sizes(sizes, replicas=self._replicas())
         return [total if part else None for total, part in zip(own, used, strict=True)]

@@ -42,7 +42,6 @@ def buckets_of(ranks: Sequence[int], *, cluster: Cluster, workload: Workload) ->
     size_bytes = (workload.gradient_elements + workload.replicated_parameters) * workload.element_bytes
     leaves_early = (
         workload.overlaps_sums
-        and workload.wire is None
         and workload.element_bytes >= _FLOAT32_BYTES
         and size_bytes >= LEAST_BYTES
         and len(ranks) == cluster.size > 1

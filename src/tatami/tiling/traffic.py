@@ -258,12 +258,23 @@ def riding_elements(workload: Workload, *, replicas: int) -> int:
 
     That is which tensors had part in the loss, and each replica's number of samples, in `size_digits`.
     """
-    return workload.replicated_parameters + workload.trained_tensors + replicas * (1 if workload.wire is None else SIZE_DIGITS)
+    return workload.replicated_parameters + workload.trained_tensors + replicas * num_digits(workload.wire)
 
 
-def size_digits(samples: int, *, wire: str | None) -> list[int]:
-    """A number of samples in elements that the wire carries as they are: half precision has whole numbers up to 256."""
-    return [samples] if wire is None else [samples >> 8 * digit & 255 for digit in range(SIZE_DIGITS)]
+def num_digits(wire: str | None) -> int:
+    """In how many elements a replica's number of samples travels: half precision has whole numbers up to 256 only."""
+    return 1 if wire is None else SIZE_DIGITS
+
+
+def size_digits(samples: int, *, count: int = SIZE_DIGITS) -> list[int]:
+    """A number of samples in `count` digits, the last of which has whatever is left."""
+    return [*(samples >> 8 * place & 255 for place in range(count - 1)), samples >> 8 * (count - 1)]
+
+
+def sizes_of(digits: Sequence[float], *, count: int = SIZE_DIGITS) -> list[int]:
+    """The numbers of samples whose `size_digits` stand one after the other."""
+    parts = [digits[start : start + count] for start in range(0, len(digits), count)]
+    return [sum(int(digit) << 8 * place for place, digit in enumerate(part)) for part in parts]
 
 
 def gradient_sums(
