@@ -19,9 +19,13 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "tiled"))
+sys.path.insert(0, str(Path(__file__).parent / "stages"))
 
 from equal_runs import check_case
 from networks import CASES
+from stages_rig import CASES as STAGED
+from stages_rig import AdamW, Noisy, assert_same, made, plain_run
+from stages_rig import tiled as staged_model
 
 from tatami import functions
 from tatami.comm import Op, run_threads
@@ -31,9 +35,9 @@ from tatami.parallel import DataParallel
 from tatami.retiling import Retiler
 from tatami.runtime.phases import DevicePhases
 from tatami.testing.worlds import World
-from tatami.train import Trainer, measure_speed, move, tile
+from tatami.train import Trainer, measure_speed, move, tile, whole_state_dict
 from tatami.workload import Workload
-from tiled_rig import simple_layout
+from tiled_rig import simple_layout, staged
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -63,6 +67,57 @@ def data(samples: int = 64, dtype: torch.dtype = torch.float64) -> tuple[torch.T
 def test_every_kind_of_block_is_exact_on_the_card(world: World, name: str, mixture: str) -> None:
     """In double precision to 1e-10, over five steps and two re-tilings between the ranks."""
     check_case(world, CASES[name], device_of=MIXTURES[mixture])
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("name", sorted(STAGED))
+def test_pipeline_stages_on_the_card_train_as_one_machine(world: World, name: str, mixture: str) -> None:
+    case, steps = STAGED[name](), 4
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        layout = staged(
+            comm.size, stages=comm.size if name != "lstm" else 2, cuts=(1, 2)[: comm.size - 1 if name != "lstm" else 1]
+        )
+        model = staged_model(case, comm, layout.in_micro_batches(2), device=MIXTURES[mixture](comm.rank))
+        optimizer = AdamW(model.parameters())
+        for step in range(steps):
+            optimizer.zero_grad()
+            x, y = model.local(case.x, case.y)
+            if step % 2:
+                torch.autograd.backward(case.loss(model(**x), y))
+            else:
+                for x_part, y_part in model.micro_batches(case.x, case.y):
+                    torch.autograd.backward(case.loss(model(**x_part), y_part))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        state = whole_state_dict(model)
+        model.close()
+        return {name: value.cpu() for name, value in state.items()}
+
+    expected = plain_run(case, steps=steps)
+    assert_same(world(body)[0], expected)
+
+
+noisy = made(Noisy)  # once: ranks as threads share torch's generator
+
+
+def test_dropout_of_stages_on_card_and_cpu_draws_what_one_machine_draws() -> None:
+    def body(comm: AbstractCommunicator, *, stages: int | None) -> tuple[list[float], list[float]]:
+        device = MIXTURES["card and CPU"](comm.rank) if stages else "cpu"
+        layout = staged(2, stages=2, cuts=(2,), micro_batches=2) if stages else None
+        x, y = data()[0], data()[1][:, :3]
+        model = tile(noisy(), comm, batch_size=8, sample=x[:4], layout=layout, speeds="equal", device=device, quiet=True)
+        model.generator.manual_seed(11)
+        trainer = Trainer(model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.MSELoss(), seed=3)
+        history = trainer.fit((x, y), batch_size=8, epochs=2, validation=(x, y))
+        return history.losses, [each["loss"] for each in history.validation]
+
+    (expected,) = run_threads(partial(body, stages=None), size=1)
+    for losses, validation in run_threads(partial(body, stages=2), size=2):
+        assert losses == pytest.approx(expected[0], rel=1e-9)
+        assert validation == pytest.approx(expected[1], rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])

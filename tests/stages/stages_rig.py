@@ -195,7 +195,7 @@ class Gpt(nn.Module):
         length = x.shape[1]
         assert length <= 12
         hidden = self.tokens(x) + self.positions[:length]
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         for block in self.blocks:
             hidden = block(hidden, mask)
         result: torch.Tensor = self.head(self.norm(hidden) * self.scale)
@@ -363,6 +363,21 @@ def floats(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
+class Noisy(nn.Module):
+    """Dropout in several layers, a residual connection, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 12))
+        self.middle = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Dropout(0.2))
+        self.last = nn.Sequential(nn.Tanh(), nn.Linear(12, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        result: torch.Tensor = self.last(hidden + self.middle(hidden))
+        return result
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "gpt": lambda: Case(
         make=made(lambda: Gpt(tied=False)),
@@ -390,7 +405,8 @@ CASES: dict[str, Callable[[], Case]] = {
 """Networks that can be cut in front of every operation."""
 
 
-def tiled(case: Case, comm: AbstractCommunicator, layout: Layout | StagedLayout) -> TiledModel:
+def tiled(case: Case, comm: AbstractCommunicator, layout: Layout | StagedLayout, *, device: str | None = None) -> TiledModel:
     return tatami.tile(
-        case.make(), comm, batch_size=len(case.y), sample=case.x, layout=layout, speeds="equal", reduction="mean", quiet=True
-    )
+        case.make(), comm, batch_size=len(case.y), sample=case.x, layout=layout, speeds="equal", reduction="mean", quiet=True,
+        device=device,
+    )  # fmt: skip

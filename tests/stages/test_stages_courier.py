@@ -27,7 +27,7 @@ class Request:
 class Network:
     """Hands messages of a tag to the receives of this tag in their order; message n has come at look `comes[n]`."""
 
-    rank, timeout_s = 0, 1.0
+    rank, timeout_s, device = 0, 1.0, None
 
     def __init__(self, comes: tuple[int, ...]) -> None:
         self.looks = 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stages_rig import CASES, AdamW, Gpt, assert_same, floats, made, numbers, plain_run, tiled
+from stages_rig import CASES, AdamW, Gpt, Noisy, assert_same, floats, made, numbers, plain_run, tiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -95,21 +95,6 @@ def test_a_loop_by_hand_trains_as_one_machine(world: World, name: str) -> None:
         for replica in (replica for stage in layout.stages for replica in stage.replicas if len(replica.processors) > 1):
             held = [results[int(processor[1:])][number][0] for processor in replica.processors]
             assert sorted(set(held)) == held, "each rank has as many units as its height says"
-
-
-class Noisy(nn.Module):
-    """Dropout in several layers, a residual connection, and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 12))
-        self.middle = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Dropout(0.2))
-        self.last = nn.Sequential(nn.Tanh(), nn.Linear(12, 8), nn.Dropout(0.1), nn.Linear(8, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        result: torch.Tensor = self.last(hidden + self.middle(hidden))
-        return result
 
 
 SAMPLES = 23

@@ -41,6 +41,9 @@ def run_threads(
 
     def run_rank(communicator: ThreadCommunicator) -> None:
         _this_thread.communicator = communicator
+        # Torch has one thread for the backward passes of a device: a rank that waits there for another rank of the same card
+        # would keep that one from coming. So each goes backward in its own thread, as on a CPU.
+        torch.autograd.set_multithreading_enabled(False)
         try:
             results[communicator.rank] = body(communicator)
             world.end(communicator.rank, None)

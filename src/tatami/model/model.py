@@ -282,6 +282,7 @@ class TiledModel(nn.Module):
                 in_memory=not comm.changes,
             ),
             local_statistics=self._has_local_statistics,
+            draws_alone=self._is_alone and stage is None,
         )
         self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
         self._batch = BatchFacts(replicas=self._replicas if stage is None else lambda: stage.replicas)

@@ -177,7 +177,7 @@ def tile(
     if sharded_optimizer:
         _refuse_asked_shards(comm, layout, asks_stages=asks_stages)
     if asks_stages:
-        _refuse_asked_stages(sample=sample, random=random, batch_norm=batch_norm, target=target)
+        _refuse_asked_stages(sample=sample, random=random, batch_norm=batch_norm)
     with _setting_up(comm), shown(comm.rank == 0 and not quiet):
         same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
         whole = plain if is_made_here else copy_of(plain)
@@ -200,6 +200,12 @@ def tile(
             sharded_optimizer=sharded_optimizer,
             optimizer_moments=optimizer_moments,
         )
+        network = None
+        is_plain = random == "plain" and batch_norm == "global"
+        is_free = planner == DEFAULT_PLANNER and layout is None and stages is None and is_plain and not sharded_optimizer
+        can_be = sample is not None and (comm.size > 1 or comm.changes)
+        if asks_stages or (is_free and can_be):
+            network = _recorded(whole, found, sample, random=random, is_needed=asks_stages, fewest=stages or 1)
         if target.type != "cpu":
             whole = whole.to(target)
         if cluster is None:
@@ -220,13 +226,6 @@ def tile(
             cluster = cluster if comm.changes else measure_messages(cluster, comm)
             cluster = with_curves(cluster, curves, workload=timed)
             cluster = _named(with_memory(cluster, comm, target), comm)
-        network = None
-        is_plain = random == "plain" and batch_norm == "global"
-        is_free = planner == DEFAULT_PLANNER and layout is None and stages is None and is_plain and not sharded_optimizer
-        can_be = sample is not None and (comm.size > 1 or comm.changes)
-        can_be = can_be and all(comm.allgather_object(target.type == "cpu"))  # all ranks decide alike
-        if asks_stages or (is_free and can_be):
-            network = _recorded(whole, found, sample, random=random, is_needed=asks_stages, fewest=stages or 1)
         workload = replace(workload, recompute=recompute)
         if recompute and workload.recomputation is None:
             raise InputError(
@@ -353,7 +352,7 @@ def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayo
             raise InputError(f"sharded_optimizer=True {why}, or leave sharded_optimizer out")
 
 
-def _refuse_asked_stages(*, sample: Any, random: RandomDraws, batch_norm: str, target: torch.device) -> None:
+def _refuse_asked_stages(*, sample: Any, random: RandomDraws, batch_norm: str) -> None:
     """
     Raises:
         InputError: stages were asked for where there can be none.
@@ -365,7 +364,6 @@ def _refuse_asked_stages(*, sample: Any, random: RandomDraws, batch_norm: str, t
         ),
         (random != "plain", "draw what one machine draws: leave random='local' out"),
         (batch_norm != "global", "take the statistics of the global batch: leave batch_norm='local' out"),
-        (target.type != "cpu", f"compute on CPUs only yet, and this rank computes on {target}: leave stages out"),
     ):
         if is_so:
             raise InputError(f"pipeline stages {why}")

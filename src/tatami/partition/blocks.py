@@ -23,6 +23,7 @@ from tatami.partition.tracing.restore_state import WeightSums
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.settings import has_hooks
 from tatami.partition.tracing.tracing import Followed, cut_names, follow_modules
+from tatami.runtime.precision import without_autocast
 from tatami.runtime.rows import TiledBlock
 from tatami.stages.stand_in import StandIn
 from tatami.workload import Block, Recomputation, RecomputedLayer, Workload
@@ -147,7 +148,7 @@ def find_blocks(
         ModelError: a layer that a tiled run could not compute exactly (named).
         InputError: a sample batch without tensors, or of fewer than two samples.
     """
-    with FOLLOWING, _old_objects_uncollected():
+    with FOLLOWING, _old_objects_uncollected(), without_autocast():
         return _find_blocks(model, sample, random, batch_size)
 
 

@@ -16,6 +16,7 @@ from tatami.partition.tracing.flop_counting import ForwardFlop
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.saved_activations import Keeping
+from tatami.runtime.precision import without_autocast
 from tatami.stages.evaluation import evaluation_of
 from tatami.stages.program import ForwardOperation, ForwardProgram, Staging, obstacle_of
 from tatami.stages.recording import record
@@ -107,7 +108,7 @@ def record_network(model: nn.Module, sample: Sample) -> RecordedNetwork:
     """Run `model` forward in training, and leave it as it was."""
     flop = ForwardFlop()
     keeping = Keeping([*model.parameters(), *model.buffers()])
-    with FOLLOWING, unchanged(model), torch.enable_grad(), keeping.watched(), flop:
+    with FOLLOWING, unchanged(model), without_autocast(), torch.enable_grad(), keeping.watched(), flop:
         program = record(model, sample.args, sample.kwargs, meter=lambda: (flop.flop, float(keeping.size_bytes)))
     program = replace(program, samples=sample.samples)
     firsts, obstacle = _firsts(program)
@@ -120,7 +121,7 @@ def record_network(model: nn.Module, sample: Sample) -> RecordedNetwork:
 
 def _evaluated(model: nn.Module, sample: Sample) -> ForwardProgram | ModelError:
     try:
-        with FOLLOWING, unchanged(model), torch.enable_grad():
+        with FOLLOWING, unchanged(model), without_autocast(), torch.enable_grad():
             model.eval()
             return record(model, sample.args, sample.kwargs)
     except Exception as error:  # whatever the user's forward pass raises in evaluation, which is perhaps never asked for

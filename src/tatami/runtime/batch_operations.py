@@ -54,7 +54,7 @@ def dropout(
     """
     if p == 1.0:
         return x * torch.zeros_like(x)
-    if context.rank.comm is None and x.is_cuda:  # no other rank must draw the same
+    if context.rank.draws_alone and x.is_cuda:
         return torch.nn.functional.dropout(x, p)
     return x * _noise(context, x, p, shape, order=order_of(x, orders))
 

@@ -56,6 +56,7 @@ class RankContext:
         replicas: how many there are.
         sums_statistics: whether statistics of the batch are summed over the ranks: not where all of them see the whole batch.
         local_statistics: whether every replica takes the statistics of its own samples instead.
+        draws_alone: whether no other rank must draw the same as this one: not where there are other stages.
         weight: of this rank's gradients in the sum over the replicas, for the forward pass that runs (see `gradient_sums`).
     """
 
@@ -68,6 +69,7 @@ class RankContext:
     index: int | None = None
     speaks: bool = False
     stands_in: bool = False
+    draws_alone: bool = False
     weight: float = 1.0
     sums: ShortSum | None = None
     replicas: int = 1

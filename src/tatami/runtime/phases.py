@@ -32,6 +32,8 @@ class IterationPhase(Enum):
     __hash__ = object.__hash__  # that of Enum is a call of Python, and every step makes dozens
 
 
+_MOST_MARKS = 4096
+"""So many marks of a device's stopwatch are kept unread."""
 _COMPUTE = (IterationPhase.FORWARD, IterationPhase.BACKWARD, IterationPhase.UPDATE)
 
 
@@ -178,6 +180,8 @@ class DevicePhases(Phases):
         if self.current in _COMPUTE and self.pace is not NO_PACE:
             self.stopwatch.finish()
             self.pace.end()
+        if len(self._marks) >= _MOST_MARKS:  # a loop written by hand does not say where its iterations end
+            self._read()
         self._marks.append((phase, self.stopwatch.mark()))
         self.current = phase
         if phase in _COMPUTE:

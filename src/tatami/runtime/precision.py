@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,6 +26,16 @@ def check_precision(precision: object) -> None:
             f"precision must be 'bf16-mixed', '16-mixed' or None (the dtype of the weights), not {precision!r}; for weights of "
             "another dtype, convert the network before: network.double()"
         )
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """The dtype of the weights, also where the caller has entered `torch.autocast`."""
+    with ExitStack() as stack:
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def autocast(precision: Precision | None, device: torch.device) -> Any:

@@ -4,6 +4,9 @@ MPI and TCP move a large message only while a thread at both ends looks after it
 its own does, as long as something is under way: it looks, sleeps a moment, and looks again. Torch lets other threads run while
 it computes.
 
+Tensors of a device pass through host memory: they are complete there before they leave, and go to the device of the rank that
+waits for them.
+
 Each tensor is preceded by a short message that says its shape and dtype, or that there is none. The two have tags of their own,
 so that several tensors of one kind can be expected at the same time; they arrive in the order in which they were sent.
 """
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
+from tatami.comm.staging import is_on_host, to_host
 from tatami.errors import CommTimeoutError, ModelError
 
 _AXES = 8
@@ -89,7 +93,8 @@ class Courier:
                 )
             header[0], header[1] = 1 + _DTYPES.index(tensor.dtype), tensor.dim()
             header[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.int64, device="cpu")
-            messages.append((tensor.to(self._sent_as(tensor.dtype)).contiguous(), 2 * tag + 1))
+            rounded = tensor.to(self._sent_as(tensor.dtype))
+            messages.append((rounded.contiguous() if is_on_host(rounded) else to_host(rounded), 2 * tag + 1))
         with self._changed:
             self._raise()
             self._sending += [(self._comm.isend(message, dest, tag=own), message) for message, own in messages]
@@ -120,6 +125,8 @@ class Courier:
                     "it. It is slow, has failed, or does something else"
                 )
             self._raise()
+        if arrival.tensor is not None and self._comm.device is not None:
+            arrival.tensor = arrival.tensor.to(self._comm.device)
         return arrival.tensor
 
     def flush(self) -> None:
