@@ -2,7 +2,7 @@
 
 Parts, and the ranks they are for:
 
-    alone   1: one rank on the card against the plain loop, for the GPT of `examples/nanogpt.py` and for GPT-2 124M (batch 8 x 1,024
+    alone   1: one rank on the card against the plain loop, for the GPT of `examples/nanogpt.py` and for GPT-2 124M (8 x 1,024
             tokens), in float32, under autocast, with a scaler and with activation checkpointing
     memory  1: predicted and measured memory of GPT-2 at batches of 2, 4 and 8
     mixed   2, 3: rank 0 on the card, the others on CPUs, as planned by measured speeds; and what one sample on each CPU costs
@@ -213,21 +213,36 @@ class Part:
         for dtype in (None, torch.bfloat16):
             for samples in (2, 4, 8):
                 case = self.case("gpt2", samples, dtype=dtype)
-                base = torch.cuda.memory_allocated()
+                base_bytes = torch.cuda.memory_allocated()
                 model, x = tiled(case, self.comm, str(self.here), quiet=True)
                 loop = Loop(case, model, x)
                 loop.run(WARM)
-                torch.cuda.reset_peak_memory_stats()
-                loop.run(2)
-                measured = torch.cuda.max_memory_allocated() - base
-                expected = memory_bytes(model.layout, workload=model.workload, cluster=model.cluster)
-                (predicted,) = expected.values()
+                measured = self._peak_bytes(loop, base_bytes=base_bytes)
+                predicted = self._predicted_bytes(model)
+                assert measured is not None
                 self.tell({
-                    "case": f"gpt2 batch {samples} {dtype}", "measured_bytes": measured, "predicted_bytes": round(predicted),
+                    "case": f"gpt2 batch {samples} {dtype}", "measured_bytes": measured, "predicted_bytes": predicted,
                     "error": predicted / measured - 1, "reserved_bytes": torch.cuda.max_memory_reserved(),
                 })  # fmt: skip
                 del model, x, loop
                 self.clear()
+
+    def _peak_bytes(self, loop: Loop, *, base_bytes: int) -> int | None:
+        """The most that this rank's process takes of the card in an iteration."""
+        if not self.on_card or loop.device.type == "cpu":
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        loop.run(1)
+        return torch.cuda.max_memory_allocated() - base_bytes
+
+    @staticmethod
+    def _predicted_bytes(model: TiledModel) -> float:
+        if model.stage is not None:
+            assert model.stage.plan is not None
+            kept = model.stage.plan.memory_bytes
+        else:
+            kept = memory_bytes(model.layout, workload=model.workload, cluster=model.cluster)
+        return round(kept.get(model.names[model.comm.rank], 0.0))
 
     def mixed(self) -> None:
         device = "auto" if self.on_card else "cpu"
@@ -258,9 +273,12 @@ class Part:
         if self.args.only not in case.name:
             return
         plain = self.plain(case) if comm.rank == 0 else None
+        base_bytes = torch.cuda.memory_allocated() if self.on_card else 0
         model, x = tiled(case, comm, device, **how)
         own = Loop(case, model, x)
         together = own.first_losses()
+        measured_bytes = self._peak_bytes(own, base_bytes=base_bytes)
+        kept_bytes = self._predicted_bytes(model)
         error = difference(together, plain.first_losses()) if plain else None
         contestants = {"card alone": plain.run if plain else lambda _: None, "tatami": own.run}
         repeats = 2 if self.args.small else (10 if case.name == "nanogpt" else 3)
@@ -270,6 +288,7 @@ class Part:
             "case": case.name, "asked": [*how], "layout": model.whole_layout.to_dict(),
             "speeds": [str(each.speed)[:200] for each in model.cluster.processors], "shares": shares, "timed": found,
             "loss_error": error, "predicted_s": predicted_s(model),
+            "measured_bytes": measured_bytes, "predicted_bytes": kept_bytes,
         })  # fmt: skip
         del model, own, plain
         self.clear()

@@ -104,6 +104,7 @@ def measure_curves(
     *,
     first: int,
     share: int,
+    whole: int | None = None,
     sample_bytes: float = 0.0,
     budget_s: float = BUDGET_S,
     device: torch.device,
@@ -113,13 +114,15 @@ def measure_curves(
     """Every rank's times, on all ranks at once, as they will run. Collective.
 
     At each step there are four times as many samples, until the speed of no rank grows any more, or there are as many samples
-    as a rank is to compute, or for some rank more of them would take too long or too much memory.
+    as a rank is to compute, or for some rank more of them would take too long or too much memory. A rank whose speed still grows
+    then goes on up to `whole` samples, while others wait: a GPU may take no longer for all of the batch than for a part.
 
     Args:
         passes_of: what is computed for so many samples; may raise for more than `first`.
         comm: the ranks.
         first: the fewest samples.
         share: how many samples a rank would have if all had as many.
+        whole: the most samples that this rank is timed with; None: `share`.
         sample_bytes: what is kept for each sample.
         budget_s: about how long it may take, beside the time of `_ITERATIONS` iterations; less on one rank.
         device: on which it is computed.
@@ -146,7 +149,7 @@ def measure_curves(
             # Machines on which an iteration takes seconds would else be judged by a single sample.
             end_s += min(_ITERATIONS * time_s * share / count, _LONGEST_S)
         left_s = end_s - timer.clock.now_s()
-        grows = not found or time_s * found[-1][0] * _SATURATED < found[-1][1] * count
+        grows = _grows([*found, (count, time_s)])
         fits = more <= most and time_s * more / count * _FEWEST_REPEATS <= left_s
         steps = list(comm.allgather_object(_Step(failed=failed, grows=grows, fits=fits)))
         if any(step.failed for step in steps):
@@ -158,7 +161,22 @@ def measure_curves(
         if more <= count or not all(step.fits for step in steps) or not any(step.grows for step in steps):
             break
         count = more
-    count, time_s = found[-1]
+    goes_on = True
+    while True:
+        count, time_s = found[-1]
+        more = min(_GROWTH * count, share if whole is None else whole)
+        goes_on = goes_on and count < more <= most and _grows(found)
+        goes_on = goes_on and time_s * more / count * _FEWEST_REPEATS <= end_s - timer.clock.now_s()
+        if not any(comm.allgather_object(goes_on)):
+            break
+        if goes_on:
+            try:
+                times_s = _times_s(timer, passes_of(more), end_s=end_s, fewest=_FEWEST_REPEATS)
+            except Exception:  # it does not run on so many, or there is no memory: what is known is enough
+                goes_on = False
+            else:
+                found.append((more, statistics.median(times_s)))
+                spread = _spread(times_s)
     if any(comm.allgather_object(spread > NOISY and time_s < LONG_REPEAT_S)):
         # A quota may let short passes run at full speed and stop what takes longer: long ones tell what the share is.
         longer, passes = timer.longer(LONG_REPEAT_S), passes_of(count)
@@ -169,6 +187,14 @@ def measure_curves(
     for samples, seconds in found:
         times.append((samples, max([seconds, *(before for _, before in times)])))
     return list(comm.allgather_object(SpeedCurve(times_s=tuple(times), spread=spread)))
+
+
+def _grows(found: Sequence[tuple[int, float]]) -> bool:
+    """Whether the speed at the last size (samples, seconds) is above that at the one before, as far as one is known."""
+    if len(found) < 2:
+        return True
+    (few, few_s), (many, many_s) = found[-2:]
+    return many_s * few * _SATURATED < few_s * many
 
 
 def _times_s(timer: Timer, passes: Sequence[AbstractPass], *, end_s: float, fewest: int) -> list[float]:
@@ -218,7 +244,7 @@ def measure_network_curves(
         sample_bytes: what a pass keeps for each sample.
         clock, pace: see `tatami.clock`.
     """
-    share = max(FEWEST, -(-batch_size // comm.size))
+    share, device = max(FEWEST, -(-batch_size // comm.size)), next(model.parameters()).device
     passes_of = network_passes(model, sample)
     with unchanged(model):
         takes_one = all(comm.allgather_object(_runs(passes_of, 1)))  # batch normalization may not
@@ -227,8 +253,9 @@ def measure_network_curves(
             comm,
             first=1 if takes_one else min(sample.samples, share),
             share=share,
+            whole=_most_samples(device, share=share, whole=batch_size),
             sample_bytes=sample_bytes,
-            device=next(model.parameters()).device,
+            device=device,
             clock=clock,
             pace=pace,
         )
@@ -254,7 +281,21 @@ def measure_block_curves(
     def passes_of(count: int) -> Sequence[AbstractPass]:
         return [BlockPass(block, samples=count, dtype=dtype, device=device) for block in workload.blocks]
 
-    return measure_curves(passes_of, comm, first=min(_FEW, share), share=share, device=device, clock=clock, pace=pace)
+    return measure_curves(
+        passes_of,
+        comm,
+        first=min(_FEW, share),
+        share=share,
+        whole=_most_samples(device, share=share, whole=workload.samples),
+        device=device,
+        clock=clock,
+        pace=pace,
+    )
+
+
+def _most_samples(device: torch.device, *, share: int, whole: int) -> int:
+    """The most that are timed: of a CPU its share, for its speed grows no further."""
+    return share if device.type == "cpu" else max(share, whole)
 
 
 def _runs(passes_of: Callable[[int], Sequence[AbstractPass]], count: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Link
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.link_probe import MessageCost, core_share, measure_links, measure_message_costs, without_messages
 from tatami.measure.speeds import at_hosts
@@ -58,6 +58,7 @@ def measure_overheads(
     *,
     repeats: int = 5,
     clock: Clock | None = None,
+    device: torch.device = _CPU,
     pace: Pace = NO_PACE,
     cpu_s: Callable[[], float] = time.thread_time,
 ) -> list[Overheads]:
@@ -73,6 +74,7 @@ def measure_overheads(
             the difference of two noisy timings may.
         repeats: timings to take the median of; one more, which warms up, is not counted.
         clock: of the wall.
+        device: on which this rank computes.
         pace: see `tatami.clock`.
         cpu_s: the CPU time of this rank so far.
     """
@@ -88,7 +90,7 @@ def measure_overheads(
     replica = Layout(replicas=(Replica(width=1.0, processors=tuple(names), heights=(1 / len(names),) * len(names)),))
     spent_s, messages = [], []
     for layout, blocks in ((row, _FEW_BLOCKS), (row, _MANY_BLOCKS), (replica, _MANY_BLOCKS)):
-        model = small_model(group, layout, blocks=blocks)
+        model = small_model(group, layout, blocks=blocks, device=device)
         spent_s.append(_iteration_s(model, repeats=repeats, pace=pace, cpu_s=cpu_s))
         messages.append(messages_of(model))
         model.close()
@@ -113,21 +115,23 @@ def overheads_of(spent_s: Sequence[float], *, messages: Sequence[float], least_m
     return Overheads(call_s=call_s, step_s=step_s, message_s=message_s)
 
 
-def measure_messages(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
+def measure_messages(cluster: Cluster, comm: AbstractCommunicator, *, device: torch.device = _CPU) -> Cluster:
     """`cluster` with what calls and messages cost its processors, and with the slowest of some links between its hosts.
 
-    Collective. It takes some seconds; `tatami probe` takes longer and measures each link. Within one host there is nothing to
-    measure that a plan would depend on.
+    Collective. It takes some seconds; `tatami probe` takes longer and measures each link. Among CPUs of one host there is
+    nothing to measure that a plan would depend on. Where some compute on a GPU there is: whether others are worth their calls.
+
+    Args:
+        cluster: the processors of all ranks.
+        comm: the ranks.
+        device: on which this rank computes.
     """
     hosts = sorted(set(comm.hosts))
-    if len(hosts) == 1:
+    if len(hosts) == 1 and (comm.size == 1 or not any(comm.allgather_object(device.type != "cpu"))):
         return cluster
     costs = measure_message_costs(comm, repeats=_MESSAGE_REPEATS)
-    own = measure_overheads(comm, costs, repeats=_MESSAGE_REPEATS)
-    around = [tuple(sorted(pair)) for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True)]
-    some = {(one, other) for one, other in around[:: math.ceil(len(around) / _MOST_LINKS)]}
-    links = measure_links(comm, small_repeats=_SMALL_REPEATS, large_repeats=_LARGE_REPEATS, large_bytes=_LINK_BYTES, pairs=some)
-    wires = without_messages(links, comm.hosts, [cost.message_s for cost in costs])
+    own = measure_overheads(comm, costs, repeats=_MESSAGE_REPEATS, device=device)
+    network = cluster.network if len(hosts) == 1 else _slowest_link(comm, hosts, costs)
     processors = (
         replace(
             each,
@@ -138,23 +142,33 @@ def measure_messages(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
         )
         for each, overheads, cost in zip(cluster.processors, own, costs, strict=True)
     )
-    slowest = min(wires.values(), key=lambda link: link.bandwidth_bytes_per_s)
-    return replace(cluster, processors=tuple(processors), network=slowest)
+    return replace(cluster, processors=tuple(processors), network=network)
 
 
-def small_model(comm: AbstractCommunicator, layout: Layout, *, blocks: int) -> TiledModel:
+def _slowest_link(comm: AbstractCommunicator, hosts: Sequence[str], costs: Sequence[MessageCost]) -> Link:
+    """Of some between neighbours in the order of their names. Collective."""
+    around = [tuple(sorted(pair)) for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True)]
+    some = {(one, other) for one, other in around[:: math.ceil(len(around) / _MOST_LINKS)]}
+    links = measure_links(comm, small_repeats=_SMALL_REPEATS, large_repeats=_LARGE_REPEATS, large_bytes=_LINK_BYTES, pairs=some)
+    wires = without_messages(links, comm.hosts, [cost.message_s for cost in costs])
+    return min(wires.values(), key=lambda link: link.bandwidth_bytes_per_s)
+
+
+def small_model(comm: AbstractCommunicator, layout: Layout, *, blocks: int, device: torch.device = _CPU) -> TiledModel:
     """A perceptron of two units and two samples for each rank, laid like this. Collective."""
     whole = nn.Sequential(*(layer for _ in range(blocks) for layer in (_linear(comm.size), nn.Sigmoid(), _linear(comm.size))))
+    own = comm.duplicate()
+    own.use_device(device)
     return TiledModel(
-        whole,
-        comm.duplicate(),
+        whole.to(device),
+        own,
         found=find_blocks(whole, sample=None, random="plain"),
         layout=layout,
         cluster=at_hosts(Cluster.from_speeds([1.0] * comm.size), comm),
         speeds_known=True,
         batch_size=2 * comm.size,
         reduction="mean",
-        phases=phases_of(_CPU),
+        phases=phases_of(device),
         generator=torch.Generator(),
         plain=None,
     )

@@ -223,7 +223,7 @@ def tile(
                     timed, comm, dtype=next(whole.parameters()).dtype, device=target, clock=clock, pace=pace
                 )
             cluster = at_hosts(Cluster.from_speeds([1.0] * comm.size), comm)
-            cluster = cluster if comm.changes else measure_messages(cluster, comm)
+            cluster = cluster if comm.changes else measure_messages(cluster, comm, device=target)
             cluster = with_curves(cluster, curves, workload=timed)
             cluster = _named(with_memory(cluster, comm, target), comm)
         workload = replace(workload, recompute=recompute)
@@ -233,8 +233,12 @@ def tile(
                 "(docs/networks.md, Memory): leave recompute out, or give tatami.tile a sample if it has none"
             )
         pieces = () if network is None else network.pieces_with(found, workload.blocks)
+        on_cpus = all(comm.allgather_object(target.type == "cpu"))
         workload = replace(
-            as_probed(workload, cluster), micro_batches=micro_batches, pieces=pieces, overlaps_sums=may_overlap(comm)
+            as_probed(workload, cluster),
+            micro_batches=micro_batches,
+            pieces=pieces,
+            overlaps_sums=on_cpus and may_overlap(comm),
         )
         planned: Plan | StagedPlan | None = None
         if layout is None:

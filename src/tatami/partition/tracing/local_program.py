@@ -135,7 +135,7 @@ class _Localiser:
             if node.target is aten.scaled_dot_product_attention.default:
                 return self._graph.call_function(steps.attention, tuple(args), kwargs)
             if node.target in VIEWS and (axes := self._left_to_torch(node, args[1])):
-                return self._graph.call_function(steps.view, (self._fact(node.target), self._fact(axes), *args[:2]))
+                return self._graph.call_function(steps.view, (self._fact(aten.reshape.default), self._fact(axes), *args[:2]))
             if node.target in CONVOLUTIONS or node.target in POOLS:
                 operation = self._fact(node.target)
                 return self._graph.call_function(steps.on_channels, (self._context, operation, *args), kwargs)
