@@ -230,9 +230,10 @@ class _Normalize(torch.autograd.Function):
             return (*(None if of is None or like is None else of.to(like.dtype) for of, like in pairs), None, None)
         wide = _axes(values)[1]
         if x.numel():
-            # Kernels of the CPU take mean and variance as running statistics, those of CUDA as what the forward pass has saved.
-            known = mean, variance, mean, torch.rsqrt(variance + eps)
-            _, of_weight, of_bias = _backward(given, values, None, *known, False, eps, [False, True, True])
+            # Kernels of the CPU take mean and variance as running statistics, those of CUDA as what the forward pass has saved;
+            # and those want a weight, which these two gradients do not depend on.
+            known = torch.ones_like(mean), mean, variance, mean, torch.rsqrt(variance + eps)
+            _, of_weight, of_bias = _backward(given, values, *known, False, eps, [False, True, True])
         else:
             of_weight = of_bias = torch.zeros_like(mean)
         own = [None if each is None else of.to(each.dtype) for each, of in ((weight, of_weight), (bias, of_bias))]

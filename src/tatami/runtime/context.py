@@ -142,11 +142,14 @@ def view(operation: Any, axes: tuple[int, ...], x: torch.Tensor, sizes: list[int
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As torch's; on a rank without heads torch leaves the mask out of the graph.
+    """As torch's; on a rank without heads torch leaves the mask out of the graph, and its kernels for CUDA fail.
 
     A mask may have a gradient (T5's position bias), and that is summed over the replica: all ranks must come to that sum.
     """
-    result = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    if query.numel():
+        result = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    else:
+        result = query @ key.transpose(-2, -1) @ value
     mask: torch.Tensor | None = args[0] if args else kwargs.get("attn_mask")
     if not result.numel() and mask is not None and mask.requires_grad:
         result = result + 0 * mask.sum()
