@@ -10,6 +10,7 @@ import pytest
 from tatami.cluster import Cluster, Link, Processor
 from tatami.tiling import AlphaBetaCost, Layout, Replica, timeline
 from tatami.tiling.overlap import LEAST_BYTES, buckets_of, not_hidden_s, usual_bucket_bytes
+from tatami.tiling.traffic import bucket_sum
 from tatami.workload import Workload
 
 HOSTS = Cluster(
@@ -85,6 +86,12 @@ def test_prices_count_what_is_left_and_all_messages() -> None:
     slow = replace(WORKLOAD, replicated_parameters=1 << 22)
     once, twice = (AlphaBetaCost().price(each, cluster=HOSTS, workload=slow).gradients for each in (REPLICAS, halves))
     assert twice - once == pytest.approx(7 / 8 * 2 / 3 * 0.2), "only the last micro-batch hides anything"
+
+
+@pytest.mark.parametrize(("wire", "element_bytes"), [(None, 4), ("bfloat16", 2)])
+def test_a_bucket_travels_as_the_wire_says(wire: str | None, element_bytes: int) -> None:
+    found = bucket_sum(("p0", "p1"), {"p0": "h0", "p1": "h1"}, size=1000, workload=replace(WORKLOAD, wire=wire))
+    assert (found.schedule.size, found.element_bytes, found.wire) == (1000, element_bytes, wire)
 
 
 @pytest.mark.parametrize("speed", [1.0, 6e12])

@@ -114,8 +114,8 @@ def measure_curves(
     """Every rank's times, on all ranks at once, as they will run. Collective.
 
     At each step there are four times as many samples, until the speed of no rank grows any more, or there are as many samples
-    as a rank is to compute, or for some rank more of them would take too long or too much memory. A rank whose speed still grows
-    then goes on up to `whole` samples, while others wait: a GPU may take no longer for all of the batch than for a part.
+    as a rank is to compute, or for some rank more of them would take too long or too much memory. A rank whose speed still
+    grows then goes on up to `whole` samples, while others wait: a GPU may take no longer for all of the batch than for a part.
 
     Args:
         passes_of: what is computed for so many samples; may raise for more than `first`.

@@ -146,7 +146,7 @@ def measure_messages(cluster: Cluster, comm: AbstractCommunicator, *, device: to
 
 
 def _slowest_link(comm: AbstractCommunicator, hosts: Sequence[str], costs: Sequence[MessageCost]) -> Link:
-    """Of some between neighbours in the order of their names. Collective."""
+    """The slowest of some links between neighbours in the order of their names. Collective."""
     around = [tuple(sorted(pair)) for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True)]
     some = {(one, other) for one, other in around[:: math.ceil(len(around) / _MOST_LINKS)]}
     links = measure_links(comm, small_repeats=_SMALL_REPEATS, large_repeats=_LARGE_REPEATS, large_bytes=_LINK_BYTES, pairs=some)

@@ -348,13 +348,14 @@ def gradient_sums(
 
 def bucket_sum(names: Sequence[str], hosts: Mapping[str, str], *, size: int, workload: Workload) -> PlannedSum:
     """The sum of a bucket of `size` elements, where each of the processors is a replica."""
-    element_bytes = workload.element_bytes
+    element_bytes = workload.wire_bytes
     return PlannedSum(
         kind=SumKind.GRADIENTS,
         block=None,
         processors=tuple(names),
         schedule=sum_schedule([hosts[name] for name in names], size=size, element_bytes=element_bytes),
         element_bytes=element_bytes,
+        wire=workload.wire,
     )
 
 
