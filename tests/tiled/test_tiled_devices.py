@@ -6,6 +6,7 @@ These runs say nothing of CUDA. `tests/test_cuda.py` does, where there is a card
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tatami.comm.transport import Transport
 from tatami.errors import InputError
 from tatami.runtime.phases import DevicePhases
 from tatami.runtime.stopwatch import AbstractStopwatch
+from tatami.stages.channel import Parcel
+from tatami.stages.comm_channel import CommChannel
 from tatami.testing.worlds import World
 from tatami.train import IterationPhase, TiledModel, move, tile, whole_state_dict
 from tiled_rig import assert_close, copy_of, draw_batches, simple_layout
@@ -171,6 +174,63 @@ def test_phases_of_a_device_are_read_when_the_iteration_ends() -> None:
     phases.enter(IterationPhase.FORWARD)
     assert phases.finish_iteration().forward_s == 17
     assert phases.last is not None
+
+
+def test_a_loop_that_never_ends_an_iteration_keeps_few_marks() -> None:
+    phases = DevicePhases(Marks())
+    for _ in range(3 * 4096):
+        phases.enter(IterationPhase.FORWARD)
+    assert len(phases._marks) <= 4096
+    assert phases.finish_iteration().forward_s == (3 * 4096 + 1) ** 2 - 1, "none was lost"
+
+
+def test_stages_hand_tensors_of_a_device_over_in_host_memory() -> None:
+    parcel = Parcel(value=3, micro_batch=0, source=0, target=1)
+
+    def body(comm: AbstractCommunicator) -> None:
+        comm.use_device(MIXTURES["the first on the CPU"](comm.rank))
+        with PretendDevice():
+            channel = CommChannel(comm, ranks_of=[[0], [1]], wire=torch.bfloat16)
+            if comm.rank:
+                came = channel.receive(parcel)
+                assert came is not None
+                assert (came.device, came.dtype, came.tolist()) == (DEVICE, torch.float32, [[1.0, 2.0]])
+                channel.send(replace(parcel, backward=True), came.t())
+            else:
+                channel.send(parcel, torch.tensor([[1.0, 2.0]], dtype=torch.float32, device="cpu"))
+                back = channel.receive(replace(parcel, backward=True))
+                assert back is not None
+                assert (back.device.type, back.tolist()) == ("cpu", [[1.0], [2.0]])
+            channel.flush()
+
+    run_threads(body, size=2)
+
+
+def test_ranks_as_threads_go_backward_in_their_own_thread() -> None:
+    """Torch's thread for a device would be one for all of them, and a rank that waits in it for another would stop both."""
+
+    def body(comm: AbstractCommunicator) -> bool:  # noqa: ARG001
+        return torch.autograd.is_multithreading_enabled()
+
+    assert run_threads(body, size=2) == [False, False]
+
+
+def test_a_network_is_followed_in_the_precision_of_its_weights_whatever_autocast_says() -> None:
+    """Rounding to half precision would let samples seem to depend on each other."""
+    seen: dict[int, list[torch.dtype]] = {0: [], 1: []}
+
+    def body(comm: AbstractCommunicator) -> None:
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6), nn.LayerNorm(6))
+        network[0].register_forward_hook(lambda _, __, out: seen[comm.rank].append(out.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            model = tile(network, comm, batch_size=4, sample=torch.rand(2, 6), speeds="equal", quiet=True)
+            assert set(seen[comm.rank]) <= {torch.float32, torch.float64}
+            assert seen[comm.rank]
+            assert model(model.local(torch.ones(4, 6))).dtype is torch.bfloat16
+        model.close()
+
+    run_threads(body, size=2)
 
 
 def test_a_pretended_device_refuses_what_a_card_would() -> None:

@@ -78,6 +78,26 @@ def test_speeds_are_measured_up_to_where_they_grow_no_more(
         )
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(3)
+def test_a_rank_whose_speed_grows_goes_on_beyond_its_share_while_others_wait(world: World) -> None:
+    """As a card does beside CPUs: its calls cost ten samples' time. The last rank cannot be timed with more than 16."""
+
+    def body(comm: AbstractCommunicator) -> list[SpeedCurve]:
+        machine = Machine(call_s=1e-1, sample_s=(1e-4, 1.0, 1e-4)[comm.rank])
+
+        def passes(samples: int) -> Sequence[AbstractPass]:
+            if comm.rank == 2 and samples > 16:
+                raise RuntimeError("out of memory")
+            return machine.passes(samples)
+
+        most = None if comm.rank == 1 else 64
+        return measure_curves(passes, comm, first=1, share=16, whole=most, device=CPU, clock=machine)
+
+    curves = world(body)[0]
+    assert [[samples for samples, _ in curve.times_s] for curve in curves] == [[1, 4, 16, 64], [1, 4], [1, 4, 16]]
+
+
 def test_a_curve_is_a_table_where_speed_depends_on_the_size_and_calls_may_be_taken_off() -> None:
     curve = SpeedCurve(times_s=((2, 3e-3), (8, 9e-3), (32, 33e-3)), spread=0.0)  # 1 ms, and 1 ms for each sample
     table = curve.speed(sample_flop=100.0)
