@@ -91,9 +91,9 @@ class HeldOutBed:
 
 
 BEDS = (
-    HeldOutBed(name="small A5", speeds=(0.25, 0.31, 0.63, 1.0, 1.0), net="203-80-26", samples=1024, slower=8),
+    HeldOutBed(name="small A5", speeds=(0.25, 0.31, 0.63, 1.0, 1.0), net="203-80-26", samples=1024, slower=3),
     HeldOutBed(
-        name="small B4", speeds=(0.63, 0.63, 0.63, 1.0), net="203-80-26", samples=1024, bandwidth_bytes_per_s=12.5e6, slower=8
+        name="small B4", speeds=(0.63, 0.63, 0.63, 1.0), net="203-80-26", samples=1024, bandwidth_bytes_per_s=12.5e6, slower=3
     ),
     HeldOutBed(name="ten blocks 4", speeds=(1.0, 0.5, 0.7, 0.4), net=_TEN_BLOCKS, samples=4096),
     HeldOutBed(name="ten blocks 3", speeds=(0.9, 0.3, 0.6), net=_TEN_BLOCKS, samples=2048, bandwidth_bytes_per_s=25e6),

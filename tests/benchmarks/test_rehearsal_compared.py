@@ -190,7 +190,7 @@ def test_there_are_enough_and_they_differ() -> None:
         assert bed_from_dict(paced.to_dict()) == paced
         assert bed.dilation == 1.0
         assert sum(float(each.speed) for each in paced.cluster.processors) <= 36e9 * paced.dilation
-        assert paced.dilation >= (8.0 if bed.samples == 1024 else 1.0)
+        assert paced.dilation >= (3.0 if bed.samples == 1024 else 1.0)
         assert sorted(drawn_layouts(bed)[0].processors) == [processor.name for processor in bed.cluster.processors]
 
 

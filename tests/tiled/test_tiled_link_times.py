@@ -18,15 +18,24 @@ from tatami.train import Retiling, tile
 
 
 class _Slow(AbstractRequest):
+    """A message that takes so long, whether it is waited for or looked for."""
+
     def __init__(self, inner: AbstractRequest, machine: Machine, took_s: float) -> None:
         self._inner, self._machine, self._took_s = inner, machine, took_s
 
     def test(self) -> bool:
-        return self._inner.test()
+        if not self._inner.test():
+            return False
+        self._pass()
+        return True
 
     def wait(self) -> None:
         self._inner.wait()
+        self._pass()
+
+    def _pass(self) -> None:
         self._machine.sleep(self._took_s)
+        self._took_s = 0.0
 
 
 class Links(WrappedCommunicator):
