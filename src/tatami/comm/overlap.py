@@ -101,8 +101,8 @@ def overlap(
         return SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=places)
     if algorithm is not None:
         return ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm=algorithm)
-    if on_cpu and dtype in HALF_DTYPES and comm.size > 1:
-        return HalvesOverlap(comm, sizes=sizes, dtype=dtype)
+    if on_cpu and comm.size > 1 and (dtype in HALF_DTYPES or _folds(places)):
+        return DirectOverlap(comm, sizes=sizes, dtype=dtype)
     return MessageOverlap(comm, sizes=sizes, dtype=dtype, device=device)
 
 
@@ -300,10 +300,19 @@ class MessageOverlap(AbstractOverlap):
         return self._comm.iallreduce(self.vectors[index])
 
 
-class HalvesOverlap(MessageOverlap):
-    """The same in half precision, in host memory, where libraries do not sum: by schedules of messages.
+def _folds(places: Sequence[str]) -> bool:
+    """Whether a library folds a number of hosts that is no power of two into one that is.
 
-    Elements travel as they are. They are added up in float32, and rounded once for all ranks.
+    MPICH's all-reduce sends the whole vector there and back before and after the others sum theirs: among three hosts 3.3 times
+    its bytes in place of 1.3.
+    """
+    return len(set(places)) == len(places) and len(places).bit_count() > 1
+
+
+class DirectOverlap(MessageOverlap):
+    """The same by schedules of messages, in host memory: where libraries do not sum, or send more.
+
+    Elements travel as they are. Those of half precision are added up in float32, and rounded once for all ranks.
     """
 
     def __init__(self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype) -> None:
