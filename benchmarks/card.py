@@ -1,4 +1,4 @@
-"""One GPU, alone and with ranks on CPUs:  tatami run -n N benchmarks/card.py PART [--device auto] [--json]
+"""One GPU, alone and with ranks on CPUs:  tatami run -n N benchmarks/card.py PART
 
 Parts, and the ranks they are for:
 

@@ -192,14 +192,12 @@ def test_stages_hand_tensors_of_a_device_over_in_host_memory() -> None:
         with PretendDevice():
             channel = CommChannel(comm, ranks_of=[[0], [1]], wire=torch.bfloat16)
             if comm.rank:
-                came = channel.receive(parcel)
-                assert came is not None
+                came: Any = channel.receive(parcel)
                 assert (came.device, came.dtype, came.tolist()) == (DEVICE, torch.float32, [[1.0, 2.0]])
                 channel.send(replace(parcel, backward=True), came.t())
             else:
                 channel.send(parcel, torch.tensor([[1.0, 2.0]], dtype=torch.float32, device="cpu"))
-                back = channel.receive(replace(parcel, backward=True))
-                assert back is not None
+                back: Any = channel.receive(replace(parcel, backward=True))
                 assert (back.device.type, back.tolist()) == ("cpu", [[1.0], [2.0]])
             channel.flush()
 
@@ -208,11 +206,7 @@ def test_stages_hand_tensors_of_a_device_over_in_host_memory() -> None:
 
 def test_ranks_as_threads_go_backward_in_their_own_thread() -> None:
     """Torch's thread for a device would be one for all of them, and a rank that waits in it for another would stop both."""
-
-    def body(comm: AbstractCommunicator) -> bool:  # noqa: ARG001
-        return torch.autograd.is_multithreading_enabled()
-
-    assert run_threads(body, size=2) == [False, False]
+    assert run_threads(lambda _: torch.autograd.is_multithreading_enabled(), size=2) == [False, False]
 
 
 def test_a_network_is_followed_in_the_precision_of_its_weights_whatever_autocast_says() -> None:

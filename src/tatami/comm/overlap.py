@@ -9,7 +9,7 @@
 
 Every round begins every vector once, in any order, and ends with `wait`. Ranks of one host add up in each other's memory, a
 slice each, as soon as all of them have begun a vector; with several hosts of as many ranks each, only that slice's sum goes
-through the network, by a nonblocking all-reduce. Elsewhere such all-reduces of whole vectors are under way meanwhile. A named
+through the network, by a nonblocking sum. Elsewhere such sums of whole vectors are under way meanwhile. A named
 algorithm (`AllReduce`) runs inside of `wait`.
 """
 
@@ -101,9 +101,7 @@ def overlap(
         return SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=places)
     if algorithm is not None:
         return ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm=algorithm)
-    if on_cpu and comm.size > 1 and (dtype in HALF_DTYPES or _folds(places)):
-        return DirectOverlap(comm, sizes=sizes, dtype=dtype)
-    return MessageOverlap(comm, sizes=sizes, dtype=dtype, device=device)
+    return MessageOverlap(comm, sizes=sizes, dtype=dtype, device=device, on_cpu=on_cpu, hosts=places)
 
 
 class SharedOverlap(AbstractOverlap):
@@ -142,7 +140,7 @@ class SharedOverlap(AbstractOverlap):
         self._done = [each[len(sizes) :] for each in counts]
         self._rounds = [0] * len(sizes)
         self._open: list[int] = []
-        self._crossing = _Crossing(column)
+        self._crossing = _Crossing(column, dtype=dtype)
         self.vectors = tuple(self._window.tensor[start : start + size] for start, size in zip(starts, sizes, strict=False))
         make = partial(_Slice, self._window, here, whole=column is None)
         self._slices = [make(start=start, size=size) for size, start in zip(sizes, starts, strict=False)]
@@ -239,18 +237,21 @@ class _Slice:
 class _Crossing:
     """Slices on their way through the network: nonblocking all-reduces, begun in the order of the vectors on all ranks."""
 
-    def __init__(self, column: AbstractCommunicator | None) -> None:
-        self._column = column
+    def __init__(self, column: AbstractCommunicator | None, *, dtype: torch.dtype) -> None:
+        # Its ranks are on different hosts, whatever their names are.
+        self._sums = (
+            None if column is None else _Sums(column, dtype=dtype, on_cpu=True, hosts=list(map(str, range(column.size))))
+        )
         self._ready: dict[int, torch.Tensor] = {}
         self._under_way: dict[int, AbstractRequest] = {}
         self._next = 0
 
     def add(self, index: int, values: torch.Tensor) -> None:
         """Slice `index` is summed on this host."""
-        assert self._column is not None
+        assert self._sums is not None
         self._ready[index] = values
         while self._next in self._ready:
-            self._under_way[self._next] = self._column.iallreduce(self._ready.pop(self._next))
+            self._under_way[self._next] = self._sums.begin(self._next, self._ready.pop(self._next))
             self._next += 1
 
     def arrived(self) -> list[int]:
@@ -265,13 +266,57 @@ class _Crossing:
         self._next = 0
 
 
+class _Sums:
+    """Nonblocking sums of vectors over all ranks, begun in the same order on all of them.
+
+    Args:
+        comm: the ranks.
+        dtype: of the vectors. Half precision in host memory, which libraries do not sum, goes by schedules of messages: it
+            travels as it is, is added up in float32, and rounded once for all ranks.
+        on_cpu: whether the vectors of all ranks are in host memory.
+        hosts: of each rank.
+    """
+
+    def __init__(self, comm: AbstractCommunicator, *, dtype: torch.dtype, on_cpu: bool, hosts: Sequence[str]) -> None:
+        self._comm = comm
+        self.is_direct = on_cpu and comm.size > 1 and (dtype in HALF_DTYPES or _folds(hosts))
+        self._sums: dict[int, MessageSum] = {}
+
+    def begin(self, index: int, vector: torch.Tensor) -> AbstractRequest:
+        """Begin the sum of vector `index`, which has the same size each time."""
+        if not self.is_direct:
+            return self._comm.iallreduce(vector)
+        if index not in self._sums:
+            apart = [str(rank) for rank in range(self._comm.size)]
+            schedule = sum_schedule(apart, size=vector.numel(), element_bytes=vector.itemsize)
+            self._sums[index] = MessageSum(self._comm, schedule, tag=index)
+        return self._sums[index].begin(vector)
+
+
+def _folds(hosts: Sequence[str]) -> bool:
+    """Whether a library folds a number of hosts that is no power of two into one that is.
+
+    MPICH's all-reduce sends the whole vector there and back before and after the others sum theirs: among three hosts 3.3 times
+    its bytes in place of 1.3.
+    """
+    return len(set(hosts)) == len(hosts) and len(hosts).bit_count() > 1
+
+
 class MessageOverlap(AbstractOverlap):
-    """One nonblocking all-reduce for each vector, in their order on all ranks, as far as all before them have begun."""
+    """One nonblocking sum for each vector, in their order on all ranks, as far as all before them have begun."""
 
     def __init__(
-        self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+        self,
+        comm: AbstractCommunicator,
+        *,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        on_cpu: bool,
+        hosts: Sequence[str],
     ) -> None:
         self._comm = comm.duplicate()
+        self.sums = _Sums(self._comm, dtype=dtype, on_cpu=on_cpu, hosts=hosts)
         self.vectors = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
         self._ready: set[int] = set()
         self._num_begun = 0
@@ -280,7 +325,7 @@ class MessageOverlap(AbstractOverlap):
     def begin(self, index: int) -> None:
         self._ready.add(index)
         while self._num_begun in self._ready:
-            self._under_way.append(self._start(self._num_begun))
+            self._under_way.append(self.sums.begin(self._num_begun, self.vectors[self._num_begun]))
             self._num_begun += 1
 
     def progress(self) -> None:
@@ -295,35 +340,6 @@ class MessageOverlap(AbstractOverlap):
 
     def close(self) -> None:
         self._comm.close()
-
-    def _start(self, index: int) -> AbstractRequest:
-        return self._comm.iallreduce(self.vectors[index])
-
-
-def _folds(places: Sequence[str]) -> bool:
-    """Whether a library folds a number of hosts that is no power of two into one that is.
-
-    MPICH's all-reduce sends the whole vector there and back before and after the others sum theirs: among three hosts 3.3 times
-    its bytes in place of 1.3.
-    """
-    return len(set(places)) == len(places) and len(places).bit_count() > 1
-
-
-class DirectOverlap(MessageOverlap):
-    """The same by schedules of messages, in host memory: where libraries do not sum, or send more.
-
-    Elements travel as they are. Those of half precision are added up in float32, and rounded once for all ranks.
-    """
-
-    def __init__(self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        """`comm` has two ranks or more."""
-        super().__init__(comm, sizes=sizes, dtype=dtype)
-        apart = [str(rank) for rank in range(comm.size)]
-        schedules = [sum_schedule(apart, size=size, element_bytes=dtype.itemsize) for size in sizes]
-        self._sums = [MessageSum(self._comm, schedule, tag=number) for number, schedule in enumerate(schedules)]
-
-    def _start(self, index: int) -> AbstractRequest:
-        return self._sums[index].begin(self.vectors[index])
 
 
 class ScheduledOverlap(AbstractOverlap):

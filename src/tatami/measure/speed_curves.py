@@ -137,13 +137,11 @@ def measure_curves(
     found: list[tuple[int, float]] = []
     count, spread, failed = first, 0.0, ""
     while True:
-        times_s: list[float] = []
-        try:
-            times_s = _times_s(timer, passes_of(count), end_s=end_s, fewest=0 if alone else _FEWEST_REPEATS)
-        except Exception as error:  # the network is the user's, and may take the number of samples that it was tried with only
-            if not found:
-                raise
-            failed = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        fewest = 0 if alone else _FEWEST_REPEATS
+        if found:
+            times_s, failed = _tried(timer, passes_of, count, end_s=end_s, fewest=fewest)
+        else:
+            times_s = _times_s(timer, passes_of(count), end_s=end_s, fewest=fewest)
         more, time_s = min(_GROWTH * count, share), statistics.median(times_s or [0.0])
         if not found and not alone:
             # Machines on which an iteration takes seconds would else be judged by a single sample.
@@ -169,14 +167,15 @@ def measure_curves(
         goes_on = goes_on and time_s * more / count * _FEWEST_REPEATS <= end_s - timer.clock.now_s()
         if not any(comm.allgather_object(goes_on)):
             break
+        times_s, failed = [], ""
         if goes_on:
-            try:
-                times_s = _times_s(timer, passes_of(more), end_s=end_s, fewest=_FEWEST_REPEATS)
-            except Exception:  # it does not run on so many, or there is no memory: what is known is enough
-                goes_on = False
-            else:
-                found.append((more, statistics.median(times_s)))
-                spread = _spread(times_s)
+            times_s, failed = _tried(timer, passes_of, more, end_s=end_s, fewest=_FEWEST_REPEATS)
+        if times_s:
+            found.append((more, statistics.median(times_s)))
+            spread = _spread(times_s)
+        goes_on = goes_on and not failed
+        if why := next(filter(None, comm.allgather_object(failed)), ""):
+            _warn(comm, f"a rank was not timed with more samples than its share ({why})")
     if any(comm.allgather_object(spread > NOISY and time_s < LONG_REPEAT_S)):
         # A quota may let short passes run at full speed and stop what takes longer: long ones tell what the share is.
         longer, passes = timer.longer(LONG_REPEAT_S), passes_of(count)
@@ -195,6 +194,16 @@ def _grows(found: Sequence[tuple[int, float]]) -> bool:
         return True
     (few, few_s), (many, many_s) = found[-2:]
     return many_s * few * _SATURATED < few_s * many
+
+
+def _tried(
+    timer: Timer, passes_of: Callable[[int], Sequence[AbstractPass]], count: int, *, end_s: float, fewest: int
+) -> tuple[list[float], str]:
+    """Timings, or why there are none: the network is the user's, and may not run on more samples than it was tried with."""
+    try:
+        return _times_s(timer, passes_of(count), end_s=end_s, fewest=fewest), ""
+    except Exception as error:
+        return [], str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _times_s(timer: Timer, passes: Sequence[AbstractPass], *, end_s: float, fewest: int) -> list[float]:

@@ -133,12 +133,11 @@ def add_bias(whole: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return whole + bias.to(whole.dtype)
 
 
-def view(operation: Any, axes: tuple[int, ...], x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def view(axes: tuple[int, ...], x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """As torch's; of a rank without units torch cannot tell what -1 stands for: for all of `axes` of `x`."""
     if not x.numel():
         sizes = [math.prod(x.shape[axis] for axis in axes) if size == -1 else size for size in sizes]
-    result: torch.Tensor = operation(x, sizes)
-    return result
+    return x.reshape(sizes)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -135,11 +135,13 @@ class _Localiser:
             if node.target is aten.scaled_dot_product_attention.default:
                 return self._graph.call_function(steps.attention, tuple(args), kwargs)
             if node.target in VIEWS and (axes := self._left_to_torch(node, args[1])):
-                return self._graph.call_function(steps.view, (self._fact(aten.reshape.default), self._fact(axes), *args[:2]))
+                return self._graph.call_function(steps.view, (self._fact(axes), *args[:2]))
             if node.target in CONVOLUTIONS or node.target in POOLS:
                 operation = self._fact(node.target)
                 return self._graph.call_function(steps.on_channels, (self._context, operation, *args), kwargs)
-        return self._graph.call_function(node.target, tuple(args), kwargs)  # type: ignore[arg-type]
+        # The order in which an attention's result is in memory depends on the device: what was a view may need a copy there.
+        target = aten.reshape.default if node.target in VIEWS else node.target
+        return self._graph.call_function(target, tuple(args), kwargs)  # type: ignore[arg-type]
 
     def _exit(self, node: fx.Node) -> fx.Node:
         """A partial result, the sum over the replica, and then the bias."""

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from tatami.errors import ModelError
 from tatami.partition.tracing.capturing import canonical
 from tatami.partition.tracing.exporting import FollowedProgram, same_leaves
-from tatami.partition.tracing.operators import VIEWS
 from tatami.partition.tracing.tracing import Followed, Mode
 from tatami.runtime import batch_operations
 from tatami.runtime.context import ModuleContext, StandsIn
@@ -167,10 +166,7 @@ _REMEDY = "tile the network with a sample batch (sample=) that is like those it 
 
 
 def _on_device(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A program whose new tensors (positions, masks) are made on `device`: they would be where the program was followed.
-
-    The order in which an attention's result lies in memory is another on other devices: what was a view may need a copy.
-    """
+    """A program whose new tensors (positions, masks) are made on `device`: they would be where the program was followed."""
     if device.type == "cpu":
         return graph
     moved = copy.deepcopy(graph)
@@ -181,8 +177,6 @@ def _on_device(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     for node in moved.graph.nodes:
         node.args = fx.node.map_aggregate(node.args, move)
         node.kwargs = fx.node.map_aggregate(node.kwargs, move)
-        if node.target in VIEWS:
-            node.target = torch.ops.aten.reshape.default
     moved.recompile()
     return moved
 
