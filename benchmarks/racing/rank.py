@@ -38,7 +38,7 @@ _LOSS_ERROR, _UPDATE_ERROR = 1e-5, 1e-3
 """What float32 allows, relative: of the loss after one step, and of that step of all weights."""
 _WARM_UP = 4
 """Steps before the first that is timed. In the first ones torch lays its buckets anew, and Tatami learns the order of gradients
-and makes sure more often than later that all ranks are alike."""
+and checks more often than later that all ranks agree."""
 _CHECKED = 8
 """Samples of that loss, where it does not depend on which are together."""
 _ROUNDED = 20.0

@@ -81,7 +81,7 @@ def test_speeds_are_measured_up_to_where_they_grow_no_more(
 @pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_rank_whose_speed_grows_goes_on_beyond_its_share_while_others_wait(world: World) -> None:
-    """As a card does beside CPUs: its calls cost ten samples' time. The last rank cannot be timed with more than 16."""
+    """Like a GPU in a run with CPUs: its calls cost ten samples' time. The last rank cannot be timed with more than 16."""
 
     def body(comm: AbstractCommunicator) -> list[SpeedCurve]:
         machine = Machine(call_s=1e-1, sample_s=(1e-4, 1.0, 1e-4)[comm.rank])

@@ -30,7 +30,7 @@ class BucketedSums(AbstractGradientSums):
         bucket_bytes: the largest size of a bucket of several parameters.
         wire: the dtype in which gradients travel; None: their own.
         algorithm: see `tatami.comm.overlap`.
-        has_numbers: each rank is told of how many samples all others know.
+        has_numbers: the number of samples of every rank travels with the gradients.
         is_stale: a pass delivers the sums of the one before, and its own while the next one computes.
         check: looks through the gradients of this rank in debug mode. Collective.
 

@@ -30,7 +30,7 @@ _SLACK_S = 1e-3
 """Operations that follow each other within this time follow at once: a wait is longer, Python is shorter."""
 _LEAST_WAIT_S = 2e-4
 _CROSSING_S = 5e-6
-"""What torch takes to come here and to go back, for each operation, beside what is seen from here."""
+"""What dispatching to this mode and returning from it costs per operation, on top of what is timed here."""
 _LOOKS_S = 0.1
 """Between two looks at the file that says how fast the host is."""
 _LATE = 0.02

@@ -61,7 +61,7 @@ class OwnerSums(AbstractGradientSums):
 
     @property
     def sends_evenly(self) -> bool:
-        """Whether gradients travel in parts that are alike for all ranks."""
+        """Whether all ranks sum equal parts of the gradients."""
         exchange = self._placement().exchange
         return exchange is not None and exchange.is_even
 
