@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tatami.cluster import Cluster, SpeedTable
 from tatami.planning import compared
 from tatami.sim.tiling import Floor
-from tatami.tiling import AlphaBetaCost, at_equal_times, at_tiles, compare, plan, tile_flop, with_speeds
+from tatami.tiling import FEW, AlphaBetaCost, at_equal_times, at_tiles, compare, plan, tile_flop, with_speeds
+from tatami.tiling.compute import evened
 from tatami.workload import Workload
 
 WORK = Workload.mlp(203, 800, 26, samples=4096)
@@ -66,6 +67,35 @@ def test_timed_is_never_worse_than_another_planner_and_never_below_the_bound(dat
     for other in compare(["even", "srpm", "srpm-merged", "weighted"], cluster=cluster, workload=WORK):
         assert found.predicted_s <= other.predicted_s * (1 + 1e-9)
     assert found.predicted_s >= found.bound_s * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    machines=st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0.5, 4.0)), min_size=2, max_size=8), samples=st.integers(16, 60)
+)
+def test_few_samples_are_divided_by_the_times_of_whole_ones(machines: list[tuple[float, float]], samples: int) -> None:
+    """Each pass takes a constant time as well, so that few samples are slow. No single sample could move to better effect."""
+    work = Workload.mlp(20, 8, 4, samples=samples)
+    flop = work.flop(width=1.0, height=1.0) / samples
+
+    def takes_s(number: int, machine: tuple[float, float]) -> float:
+        return (machine[0] + number * machine[1]) * 1e-3 if number else 0.0
+
+    sizes = (1, 2, 4, 8, 16, 64)
+    speeds = [SpeedTable((k * flop, k * flop / takes_s(k, each)) for k in sizes) for each in machines]
+    cluster = Cluster.from_speeds(speeds)
+    layout = plan("weighted", cluster=cluster, workload=work).layout
+    first, found = layout.sample_sizes(samples), evened(layout, cluster=cluster, workload=work, flop_per_s=1.0)
+    last = found.sample_sizes(samples)
+    assert sum(last) == samples
+    if samples >= FEW * len(machines) or not all(first):
+        assert found is layout
+        return
+    times = [takes_s(*each) for each in zip(last, machines, strict=True)]
+    assert max(times) <= max(takes_s(*each) for each in zip(first, machines, strict=True)) * (1 + 1e-9)
+    giver = times.index(max(times))
+    others = [takes_s(size + 1, each) for index, (size, each) in enumerate(zip(last, machines, strict=True)) if index != giver]
+    assert last[giver] == 1 or min(others) >= times[giver] * (1 - 1e-6)
 
 
 def test_planners_that_know_one_number_only_plan_with_speeds_at_which_all_take_as_long() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -115,14 +116,15 @@ def measure_curves(
 
     At each step there are four times as many samples, until the speed of no rank grows any more, or there are as many samples
     as a rank is to compute, or for some rank more of them would take too long or too much memory. A rank whose speed still
-    grows then goes on up to `whole` samples, while others wait: a GPU may take no longer for all of the batch than for a part.
+    grows then goes on, while others wait: a CPU up to its part of `whole` samples in proportion to these speeds, and a GPU up
+    to all of them, for which it may take no longer than for a part.
 
     Args:
         passes_of: what is computed for so many samples; may raise for more than `first`.
         comm: the ranks.
         first: the fewest samples.
         share: how many samples a rank would have if all had as many.
-        whole: the most samples that this rank is timed with; None: `share`.
+        whole: samples of all ranks together; None: no rank is timed with more than `share`.
         sample_bytes: what is kept for each sample.
         budget_s: about how long it may take, beside the time of `_ITERATIONS` iterations; less on one rank.
         device: on which it is computed.
@@ -159,10 +161,12 @@ def measure_curves(
         if more <= count or not all(step.fits for step in steps) or not any(step.grows for step in steps):
             break
         count = more
-    goes_on = True
+    rates = comm.allgather_object(found[-1][0] / max(found[-1][1], 1e-9))
+    part = 1.0 if device.type == "cuda" else rates[comm.rank] / math.fsum(rates)
+    last, goes_on = max(share, math.ceil((whole or 0) * part)), True
     while True:
         count, time_s = found[-1]
-        more = min(_GROWTH * count, share if whole is None else whole)
+        more = min(_GROWTH * count, last)
         goes_on = goes_on and count < more <= most and _grows(found)
         goes_on = goes_on and time_s * more / count * _FEWEST_REPEATS <= end_s - timer.clock.now_s()
         if not any(comm.allgather_object(goes_on)):
@@ -262,7 +266,7 @@ def measure_network_curves(
             comm,
             first=1 if takes_one else min(sample.samples, share),
             share=share,
-            whole=_most_samples(device, share=share, whole=batch_size),
+            whole=batch_size,
             sample_bytes=sample_bytes,
             device=device,
             clock=clock,
@@ -295,16 +299,11 @@ def measure_block_curves(
         comm,
         first=min(_FEW, share),
         share=share,
-        whole=_most_samples(device, share=share, whole=workload.samples),
+        whole=workload.samples,
         device=device,
         clock=clock,
         pace=pace,
     )
-
-
-def _most_samples(device: torch.device, *, share: int, whole: int) -> int:
-    """The most that are timed: of a CPU its share, for its speed grows no further."""
-    return share if device.type == "cpu" else max(share, whole)
 
 
 def _runs(passes_of: Callable[[int], Sequence[AbstractPass]], count: int) -> bool:

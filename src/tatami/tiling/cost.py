@@ -48,6 +48,10 @@ class AbstractCost(ABC):
         is known in the same unit. Otherwise all that can have work take part."""
         return False
 
+    def scale(self, cluster: Cluster) -> float:  # noqa: ARG002 - nothing is known
+        """Flop/s of speed 1 on this cluster; 1 where prices are no seconds."""
+        return 1.0
+
 
 @final
 class RememberedCost(AbstractCost):
@@ -74,6 +78,9 @@ class RememberedCost(AbstractCost):
 
     def compares_machines(self, cluster: Cluster) -> bool:
         return self.cost.compares_machines(cluster)
+
+    def scale(self, cluster: Cluster) -> float:
+        return self.cost.scale(cluster)
 
     def _known(self, layout: Layout, cluster: Cluster, workload: Workload) -> _Known:
         _, _, layouts = self._asked.setdefault((id(cluster), id(workload)), (cluster, workload, {}))

@@ -106,12 +106,18 @@ def at_tiles(cluster: Cluster, layout: Layout, *, workload: Workload) -> Cluster
     return with_speeds(cluster, at_sizes(cluster.speeds, tile_flop(layout, workload=workload)))
 
 
-def tile_flop(layout: Layout, *, workload: Workload) -> dict[str, float]:
-    """What every tile computes at a time, in one micro-batch, as planners price it."""
+def tile_flop(layout: Layout, *, workload: Workload, samples: Sequence[float] | None = None) -> dict[str, float]:
+    """What every tile computes at a time, in one micro-batch, as planners price it.
+
+    Args:
+        samples: how many each replica has; None: as the layout divides those of the workload.
+    """
+    if samples is None:
+        samples = [width * workload.samples for width in layout.sample_shares(workload.samples)]
     found = {}
-    for replica, width in zip(layout.replicas, layout.sample_shares(workload.samples), strict=True):
+    for replica, own_samples in zip(layout.replicas, samples, strict=True):
         shares = [(section, replica.unit_shares(section.units)) for section in workload.sections]
         for place, name in enumerate(replica.processors):
             flop = fsum(section.flop(own[place] * section.units) for section, own in shares)
-            found[name] = width * workload.samples * flop / replica.micro_batches
+            found[name] = own_samples * flop / replica.micro_batches
     return found

@@ -8,7 +8,7 @@ from math import fsum
 from typing import ClassVar, final
 
 from tatami.cluster import Cluster, Processor
-from tatami.tiling.compute import replica_flop_times
+from tatami.tiling.compute import evened, replica_flop_times
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.even import EvenPlanner
 from tatami.tiling.grid import GridPlanner
@@ -55,6 +55,11 @@ class TimedPlanner(AbstractPlanner):
             # What every rank of a replica repeats makes tiles larger than their areas: once more, at the speeds of these.
             layouts = [found, *tried(at_tiles(cluster, found, workload=workload))]
             found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
+        if found is None:
+            return layouts[0]
+        whole = evened(found, cluster=cluster, workload=workload, flop_per_s=cost.scale(cluster))
+        if whole is not found:
+            found = cheapest_whole([found, whole], cluster=cluster, workload=workload, cost=cost)
         return layouts[0] if found is None else found
 
 
