@@ -83,7 +83,7 @@ class LocalForward(StandsIn):
             if key not in self._variants:
                 self._variants[key] = _frozen_in(graph, frozen, before=2 + len(units), tensors=mode.program.tensors)
             graph = self._variants[key]
-        results = graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
+        results = graph.forward(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
         return pytree.tree_unflatten(results, mode.program.out_spec)
 
     @property
