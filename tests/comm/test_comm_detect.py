@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from tatami.comm import AbstractCommunicator, detect, init, run_threads
-from tatami.comm.detect import detect_backend, threads_asked_for
+from tatami.comm.detect import detect_backend, refuse_lone_tasks, threads_asked_for
 from tatami.comm.elastic import ElasticCommunicator, set_elastic_world
 from tatami.comm.threads import single_communicator
 from tatami.errors import InputError, MissingExtraError
@@ -41,6 +42,22 @@ def _started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_launchers_are_known_by_their_variables(environ: dict[str, str], backend: str) -> None:
     assert detect_backend(environ) == backend
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "is_refused"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 1, True),
+        ({"SLURM_STEP_NUM_TASKS": "2", "PMI_RANK": "0", "PMI_SIZE": "2"}, 1, True),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, 2, False),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, 1, False),
+        ({"SLURM_NTASKS": "2"}, 1, False),  # a batch script without srun
+        ({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "1"}, 1, False),  # mpiexec -n 1
+    ],
+)
+def test_tasks_of_srun_that_mpi_does_not_connect_are_refused(environ: dict[str, str], size: int, *, is_refused: bool) -> None:
+    with pytest.raises(InputError, match=r"srun started 2 tasks, .*srun --mpi=pmi2") if is_refused else nullcontext():
+        refuse_lone_tasks(environ, size=size)
 
 
 def test_tcp_outside_of_torchrun_says_what_is_missing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -349,6 +351,35 @@ def test_samples_that_see_each_other_are_refused(world: World, name: str) -> Non
             tiled(Coupled(COUPLED[name]), comm, data(comm.size))
 
     world(body)
+
+
+def doubled_above(h: torch.Tensor) -> torch.Tensor:
+    return 2 * h if h.mean().item() > 1e3 else h
+
+
+def each_doubled_above(h: torch.Tensor) -> torch.Tensor:
+    return torch.stack([2 * row if row.mean().item() > 1e3 else row for row in h])
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("couple", [doubled_above, each_doubled_above, lambda h: h * float(torch.ones(()))])
+def test_a_branch_on_a_number_of_several_samples_is_warned_of(
+    world: World, couple: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """No sample shows the other branch, so that what it computes cannot be compared."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        tiled(Coupled(couple), comm, data(comm.size))
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        world(body)
+    texts = [str(each.message) for each in found if "several samples" in str(each.message)]
+    if couple is doubled_above and world.size > 1:
+        (text,) = set(texts)
+        assert re.search(r"test_tiled_trust.py:\d+ `return 2 \* h if h\.mean\(\)\.item\(\) > 1e3 else h`", text)
+    else:
+        assert not texts
 
 
 # -- losses --------------------------------------------------------------------------------------------------------------------

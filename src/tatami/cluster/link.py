@@ -14,6 +14,8 @@ from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration
 
 SMALLEST_BANDWIDTH_BYTES_PER_S = 1e-3
 LARGEST_LATENCY_S = 86400.0
+_LONGEST_S = 60.0
+"""No network takes as long for a message: a unit was forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,11 @@ def link_problems(*, bandwidth_bytes_per_s: float, latency_s: float) -> dict[str
         )
     if not (math.isfinite(latency_s) and latency_s >= 0):
         problems["latency"] = f"the latency of a link must be a finite number >= 0 s, not {latency_s:g}"
-    elif latency_s > LARGEST_LATENCY_S:
-        problems["latency"] = f"the latency of a link must be at most {format_duration(LARGEST_LATENCY_S)}, not {latency_s:g} s"
+    elif latency_s > _LONGEST_S:
+        problems["latency"] = (
+            f"the latency of a link must be at most {format_duration(_LONGEST_S)}, not {latency_s:g} s: a number without a unit is "
+            'in seconds; write "200 us"'
+        )
     return problems
 
 

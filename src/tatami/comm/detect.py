@@ -37,7 +37,7 @@ def init(*, backend: str | None = None, timeout_s: float | None = None) -> Abstr
 
     Raises:
         InputError: an unknown backend; threads outside of `run_threads`; tcp without torchrun and without a process
-            group; `TATAMI_THREADS` or `TATAMI_WAIT` is wrong.
+            group; `TATAMI_THREADS` or `TATAMI_WAIT` is wrong; srun started several tasks that MPI does not connect.
         MissingExtraError: MPI is needed but not installed.
     """
     elastic = elastic_world()
@@ -61,6 +61,7 @@ def init(*, backend: str | None = None, timeout_s: float | None = None) -> Abstr
     num_threads = threads_asked_for(os.environ)
     if backend not in _worlds:
         _worlds[backend] = _MAKERS[backend](DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        refuse_lone_tasks(os.environ, size=_worlds[backend].size)
         _set_torch_threads(num_threads, ranks_on_host=_worlds[backend].local_size)
     _set_timeout(_worlds[backend], timeout_s)
     return _worlds[backend]
@@ -80,6 +81,22 @@ def detect_backend(environ: Mapping[str, str]) -> str:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "tcp"
     return "single"
+
+
+def refuse_lone_tasks(environ: Mapping[str, str], *, size: int) -> None:
+    """Refuse to train in each of several tasks of srun as if it were the only one.
+
+    Raises:
+        InputError: names the number of tasks, and how srun connects them.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # srun sets it, and a batch script has none
+    of_mpiexec = environ.get("PMI_SIZE", environ.get("OMPI_COMM_WORLD_SIZE"))
+    if size == 1 and tasks.isdecimal() and int(tasks) > 1 and of_mpiexec != "1":
+        raise InputError(
+            f"srun started {tasks} tasks, but MPI connects none of them: each would train alone, and write the same files. "
+            "Give srun the interface that this MPI library speaks: srun --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows which "
+            "there are)"
+        )
 
 
 def threads_asked_for(environ: Mapping[str, str]) -> int | None:

@@ -189,6 +189,12 @@ def tile(
         comm.barrier()  # torch.export patches torch for the whole process meanwhile, and ranks may be threads of one process
         found = find_blocks(whole, sample=sample, random=random, batch_size=batch_size)
         same_everywhere(comm, {"blocks": found.blocks}, where="tatami.tile", error=PlanError)
+        if found.captured is not None and found.captured.reads and comm.rank == 0 and (comm.size > 1 or comm.changes):
+            warn(
+                f"the forward pass reads a number that depends on several samples of the batch at {found.captured.reads}. Each "
+                "rank reads that of its own samples: if anything that is computed depends on it (a branch), results are not "
+                "those of one machine. Decide for each sample by itself (torch.where), or outside of the network"
+            )
         if sharded_optimizer:
             found = without_blocks(whole, found, random=random)
         workload = workload_of(

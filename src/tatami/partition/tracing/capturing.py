@@ -47,7 +47,7 @@ class Captured:
         draws_outside: who drew random numbers that are not torch's: Python or NumPy; None where neither.
         normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
         normalized: every call that took statistics of the batch, in their order: the module, and its number of channels.
-        mixed, reductions: whether the samples of a batch can be computed apart; see `Mixture`.
+        mixed, reductions, reads: whether the samples of a batch can be computed apart; see `Mixture`.
         forward_flop: of one sample, in the whole network.
         flop: the same of each module.
         samples: of the batch that the calls were made with.
@@ -72,6 +72,7 @@ class Captured:
     normalized: Sequence[tuple[str, int]] = ()
     mixed: str
     reductions: frozenset[str] = EITHER
+    reads: str = ""
     draws_outside: str | None = None
     forward_flop: float
     flop: Mapping[str, float] = field(default_factory=dict)
@@ -180,6 +181,7 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         draws_outside=watch.draws_outside and other_watch.draws_outside,
         mixed=mixture.reason,
         reductions=mixture.reductions,
+        reads=mixture.reads,
         forward_flop=watch.counted.flop / most.samples,
         flop={name: flop / most.samples for name, flop in watch.flop.items()},
         samples=most.samples,

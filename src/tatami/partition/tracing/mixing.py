@@ -7,7 +7,7 @@ is neither the mean nor the sum of what its samples give, and where the network 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tatami.errors import InputError
+from tatami.partition.tracing.exporting import line_of_caller
 from tatami.partition.tracing.restore_state import alike, unchanged
 from tatami.partition.tracing.sample import Sample
 from tatami.runtime.losses import CountedMeans
@@ -52,10 +54,12 @@ class Mixture:
     Attributes:
         reason: why not, in a sentence; empty where they can.
         reductions: of "mean" and "sum": what the numbers that the network gives, or keeps, are of what its samples give.
+        reads: the line at which the program reads a number of several samples, by which it may branch; empty where it does not.
     """
 
     reason: str = ""
     reductions: frozenset[str] = EITHER
+    reads: str = ""
 
 
 def mixture_of(
@@ -72,8 +76,14 @@ def mixture_of(
         attributes: of its modules, with which it may be trained as well.
         training: whether both are looked at in training: nothing is drawn or normalized over the batch there.
     """
-    name = type(model).__name__
     passes = _Passes(model, sample, attributes, training=training)
+    found = _mixture(passes, type(model).__name__, sample, most=most, numbers=numbers, attributes=attributes)
+    return replace(found, reads=passes.reads_of_several())
+
+
+def _mixture(
+    passes: _Passes, name: str, sample: Sample, *, most: int, numbers: Collection[int], attributes: Collection[str]
+) -> Mixture:
     whole, part = (passes.results(range(count)) for count in (sample.samples, sample.samples - 1))
     pairs = list(zip(whole, part, strict=False))
     if any(_is_table(one, other, sample.samples) for one, other in pairs):
@@ -125,11 +135,13 @@ class _Pass:
     Attributes:
         results: the leaves of the result.
         kept: what the modules hold afterwards under the names that were asked for.
+        reads: the numbers that the program read from tensors, by its lines.
         problem: why means that leave targets out cannot be taken over all targets; then they are as torch takes them.
     """
 
     results: list[Any]
     kept: list[Any]
+    reads: Mapping[str, Sequence[float]]
     problem: str = ""
 
 
@@ -149,6 +161,16 @@ class _Passes:
             self._known[tuple(places)] = self._computed(self._sample.at(places))
         return self._known[tuple(places)]
 
+    def reads_of_several(self) -> str:
+        """The first line that reads another number in one batch than in any other: it is no number of a single sample."""
+        first, *others = self._known.values()
+        for each in others:
+            for line, values in each.reads.items():
+                known = first.reads.get(line, ())
+                if not all(any(math.isclose(value, one, rel_tol=_ALIKE, abs_tol=_ALIKE) for one in known) for value in values):
+                    return line
+        return ""
+
     def _computed(self, sample: Sample) -> _Pass:
         try:
             with SteadyDraws(), CountedMeans():
@@ -160,9 +182,36 @@ class _Passes:
     def _once(self, sample: Sample) -> _Pass:
         with unchanged(self._model), torch.enable_grad():  # forces are gradients that a forward pass takes
             self._model.train(self._training)
-            leaves = pytree.tree_leaves(self._model(*sample.args, **sample.kwargs))
+            with _Reads() as reads:
+                leaves = pytree.tree_leaves(self._model(*sample.args, **sample.kwargs))
             kept = [attribute(self._model, name) for name in self._attributes]
-            return _Pass(results=_detached(leaves), kept=_detached(kept))
+            return _Pass(results=_detached(leaves), kept=_detached(kept), reads=reads.found)
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the numbers that a program reads from tensors, as `x.mean().item()` and `if (x > 0).any()` do.
+
+    Integers are left out: the longest of several sequences is read in order to pad them, which changes no result.
+
+    Attributes:
+        found: by the program's line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, list[float]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(result, (bool, float)):
+            line = line_of_caller()
+            if line:
+                self.found.setdefault(line, []).append(float(result))
+        return result
 
 
 def kept_of_samples(model: nn.Module, sample: Sample, changed: Collection[str]) -> tuple[str, ...]:
