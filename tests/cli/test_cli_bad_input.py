@@ -144,7 +144,7 @@ def refused(*arguments: str) -> str:
         (["simulate", "platform", "--preset", "oakforest-like", "--latency", "1e308"], "--latency: must be at most 31,710 y"),
         (
             ["simulate", "platform", "--preset", "oakforest-like", "--latency", "1 w"],
-            "the latency of a link must be at most 1 d",
+            "the latency of a link must be at most 60 s",
         ),
         (
             ["simulate", "platform", "--preset", "oakforest-like", "--nodes", "1000000000"],
