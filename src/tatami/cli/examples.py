@@ -53,8 +53,8 @@ def example_files() -> list[Path]:
 def _what(file: Path) -> str:
     """The first sentence of an example."""
     if file.suffix == ".toml":
-        return "A cluster's file, with every key explained."
+        return "A cluster file, with every key explained."
     if file.suffix == ".ipynb":
-        return "Ranks as threads, in a notebook."
+        return "A notebook whose ranks are threads."
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return text.split(". ")[0].split(".\n")[0].replace("\n", " ").rstrip(".") + "."
