@@ -21,7 +21,7 @@ from tatami.report import answer_table, blank, check_path, draw_answers, draw_te
 from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.workload import Workload, has_blocks_of
 
-_what_if = partial(typer.Option, rich_help_panel="What would it bring?", show_default=False)
+_what_if = partial(typer.Option, rich_help_panel="What if", show_default=False)
 EPILOG = epilog(
     "tatami plan cluster.toml --net 203-80-26 --samples 1024",
     "tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json",
