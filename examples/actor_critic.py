@@ -1,4 +1,4 @@
-"""Actor and critic, each with its own optimizer, learn to walk to a goal: reinforcement learning in a loop of your own.
+"""Actor and critic, each with its own optimizer, learn to walk to a goal: reinforcement learning in a hand-written loop.
 Start it with:  tatami run -n 3 examples/actor_critic.py"""
 
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import tatami
 
 WALKS, STEPS, UPDATES = 64, 12, 120
-"""Walks of all ranks together; each begins somewhere on a line, and is rewarded for being near 0."""
+"""WALKS counts those of all ranks; each walk begins at a random place on a line, and is rewarded for being near 0."""
 
 
 def perceptron(outputs: int) -> nn.Module:
@@ -27,7 +27,7 @@ for update in range(UPDATES):
     critic_optimizer.zero_grad()
     place, chance = actor.local(place), actor.local(chance.transpose(0, 1))
     rewards, chosen, values = [], [], []
-    for step in range(STEPS):  # the networks are called again and again; gradients are summed once
+    for step in range(STEPS):  # the networks are called many times; gradients are summed once
         actor.local_span(WALKS)
         critic.local_span(WALKS)
         odds = actor(place).log_softmax(dim=1)

@@ -1,4 +1,4 @@
-"""Every rank has the whole network and its own samples. Start it with one of:
+"""Data parallelism: every rank has the whole network and its own samples. Start it with one of:
 
 tatami run -n 2 examples/data_parallel.py
 torchrun --nproc-per-node 2 examples/data_parallel.py

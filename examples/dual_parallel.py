@@ -1,4 +1,4 @@
-"""Two copies of a network, each of two halves on two ranks, and each with half of the samples. Start it with:
+"""Two copies of a network; each copy is split into halves on two ranks and trains on half of the samples. Start it with:
 
 tatami run -n 4 examples/dual_parallel.py
 """
@@ -12,7 +12,7 @@ from tatami.datasets import load
 
 
 def build(copy: tatami.comm.AbstractCommunicator) -> tatami.MultiNodeChainList:
-    """This rank's half of its copy."""
+    """Return this rank's half of its copy."""
     model = tatami.MultiNodeChainList(copy)
     if copy.rank == 0:
         model.add_link(nn.Sequential(nn.Linear(64, 100), nn.ReLU()), rank_out=1)
@@ -25,8 +25,8 @@ train_data, test_data = load("digits", targets="classes").split(test_fraction=0.
 comm = tatami.init()
 if comm.size % 2:
     raise SystemExit(f"each copy of this network needs 2 ranks: start an even number of them, not {comm.size}")
-copy = comm.split(comm.rank // 2)  # the two ranks of one copy: they have the same samples, and another half each
-alike = comm.split(comm.rank % 2)  # the ranks that have the same half in different copies: they sum their gradients
+copy = comm.split(comm.rank // 2)  # the two ranks of one copy: they have the same samples and different halves
+alike = comm.split(comm.rank % 2)  # the ranks with the same half of different copies: they sum their gradients
 assert copy is not None
 assert alike is not None
 torch.manual_seed(copy.rank)  # the same half begins with the same weights

@@ -1,4 +1,4 @@
-"""Every rank trains a network of its own on its own draw of the digits; at the end they vote. Start it with:
+"""Every rank trains its own network on its own random sample of the digits; at the end they vote. Start it with:
 
 tatami run -n 4 examples/ensemble.py
 """
@@ -26,7 +26,7 @@ for _ in range(30):
         optimizer.step()
 
 with torch.no_grad():
-    votes = functions.allgather(network(test_data.x).softmax(dim=1), comm)  # those of every rank, on every rank
+    votes = functions.allgather(network(test_data.x).softmax(dim=1), comm)  # the votes of all ranks, on every rank
 if comm.rank == 0:
     for rank, vote in enumerate(votes):
         print(f"member {rank}: accuracy {test_data.accuracy(vote, test_data.y)['digit']:.1%}")

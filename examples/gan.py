@@ -1,4 +1,4 @@
-"""A GAN of two tiled networks on a ring of points: two optimizers, and D(G(z)) over the ranks. Start it with:
+"""A GAN with two tiled networks and two optimizers learns a ring of points; D(G(z)) runs through both. Start it with:
 tatami run -n 3 examples/gan.py"""
 
 import math
@@ -35,17 +35,17 @@ for _ in range(STEPS):
     loss.backward()  # type: ignore[no-untyped-call]
     critic.local_span(BATCH)  # the next batch has as many samples
     loss = softplus(critic(fake)).mean()
-    loss.backward()  # type: ignore[no-untyped-call]  # added to the gradients of before
+    loss.backward()  # type: ignore[no-untyped-call]  # added to the gradients above
     critic_optimizer.step()
 
     generator_optimizer.zero_grad()
     critic.local_span(BATCH)
     loss = softplus(-critic(generator(generator.local(noise)))).mean()
-    loss.backward()  # type: ignore[no-untyped-call]  # through both networks, of which each has its own layout
+    loss.backward()  # type: ignore[no-untyped-call]  # through both networks, each with its own layout
     generator_optimizer.step()
 
 network = generator.whole()
 if network is not None:
     with torch.no_grad():
         radius = network(torch.randn(2000, NOISE)).norm(dim=1)
-    print(f"the points lie {radius.mean():.2f} from the middle, give or take {radius.std():.2f}; 1.00 is right")
+    print(f"mean distance of the points from the center: {radius.mean():.2f} (should be 1.00), deviation {radius.std():.2f}")

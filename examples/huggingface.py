@@ -1,4 +1,4 @@
-"""A GPT-2 of Hugging Face over ranks that are not alike. It needs their library (pip install transformers); start it with:
+"""Trains Hugging Face's GPT-2 on ranks of unequal speed. It needs their library (pip install transformers); start it with:
 tatami run -n 3 examples/huggingface.py"""
 
 import pydoc_data.topics
@@ -25,7 +25,7 @@ text = torch.tensor([numbers[letter] for letter in TEXT])
 starts = torch.randint(len(text) - TOKENS, (STEPS, BATCH))  # the same on every rank, like the weights
 windows = [torch.stack([text[start : start + TOKENS] for start in chosen]) for chosen in starts]
 
-# Ready-made weights will do as well: GPT2LMHeadModel.from_pretrained(...). Keys and values need no cache in training.
+# Pretrained weights work as well: GPT2LMHeadModel.from_pretrained(...). Training needs no cache of keys and values.
 config = GPT2Config(vocab_size=len(LETTERS), n_positions=TOKENS, n_embd=48, n_layer=2, n_head=6, use_cache=False)
 network = GPT2LMHeadModel(config)
 sample = {"input_ids": windows[0], "labels": windows[0]}
@@ -39,6 +39,6 @@ for step, window in enumerate(windows):
     loss.backward()  # every .grad now holds the gradient over the global batch
     optimizer.step()
     if step % 20 == 19:
-        whole = model.global_loss(loss)  # of all samples, on all ranks; loss itself is of this rank's, if it has any
+        whole = model.global_loss(loss)  # over all samples, the same on all ranks; loss is over this rank's samples, if any
         if comm.rank == 0:
             print(f"step {step + 1}: loss {whole:.2f}")

@@ -1,4 +1,4 @@
-"""One expert on each rank; a gate sends every sample to one of them, wherever that is. Start it with:
+"""A mixture with one expert on each rank; a gate sends every sample to the rank of its expert. Start it with:
 
 tatami run -n 4 examples/mixture_of_experts.py
 """
@@ -18,7 +18,7 @@ WIDTH = 32
 
 
 class Experts(nn.Module):
-    """Adds to each sample what the expert of its choice makes of it; the expert of this rank serves the samples of all."""
+    """Adds to each sample the output of its chosen expert; the expert of this rank serves the samples of all ranks."""
 
     def __init__(self, comm: AbstractCommunicator) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Experts(nn.Module):
         self.counts = torch.zeros(comm.size)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(samples, width) to the same, and how unevenly the experts were chosen: 1 where all are chosen alike."""
+        """Map (samples, width) to the same shape, and return the imbalance of the experts: 1 if chosen equally often."""
         weights = self.gate(x).softmax(dim=1)
         weight, choice = weights.max(dim=1)
         self.counts = torch.bincount(choice, minlength=self.comm.size)
@@ -61,10 +61,10 @@ for _ in range(15):
         optimizer.zero_grad()
         output, imbalance = outputs(train_data.x[samples])
         loss = F.cross_entropy(output, train_data.y[samples]) + 0.2 * imbalance
-        functions.share(loss, comm).backward()  # type: ignore[no-untyped-call]  # the shares of all ranks are one loss
+        functions.share(loss, comm).backward()  # type: ignore[no-untyped-call]  # the shares of all ranks add up to one loss
         for parameter in shared.parameters():
             assert parameter.grad is not None
-            comm.allreduce(parameter.grad)  # an expert has its whole gradient already: that came with the samples
+            comm.allreduce(parameter.grad)  # an expert already has its whole gradient, which came with the samples
         optimizer.step()
 
 mine = torch.arange(len(test_data.x))[comm.rank :: comm.size]

@@ -1,4 +1,4 @@
-"""One network whose first half is on rank 0 and second half on rank 1. Start it with:
+"""One network with its first half on rank 0 and its second half on rank 1. Start it with:
 
 tatami run -n 2 examples/model_parallel.py
 """
@@ -12,7 +12,7 @@ from tatami.datasets import load
 
 
 def build(comm: tatami.comm.AbstractCommunicator) -> tatami.MultiNodeChainList:
-    """The layers of this rank."""
+    """Return the layers of this rank."""
     model = tatami.MultiNodeChainList(comm)
     if comm.rank == 0:
         model.add_link(nn.Sequential(nn.Linear(64, 100), nn.ReLU()), rank_out=1)

@@ -1,4 +1,4 @@
-"""A GPT over ranks that are not alike, tiled by one line. Start it with:  tatami run -n 3 examples/nanogpt.py"""
+"""Trains a GPT on ranks of unequal speed, tiled by one line. Start it with:  tatami run -n 3 examples/nanogpt.py"""
 
 import pydoc_data.topics
 
@@ -69,6 +69,6 @@ for step, chosen in enumerate(starts):
     loss.backward()  # type: ignore[no-untyped-call]  # every .grad now holds the gradient over the global batch
     optimizer.step()
     if step % 20 == 19:
-        whole = model.global_loss(loss)  # of all samples, on all ranks; loss itself is of this rank's, if it has any
+        whole = model.global_loss(loss)  # over all samples, the same on all ranks; loss is over this rank's samples, if any
         if comm.rank == 0:
             print(f"step {step + 1}: loss {whole:.2f}")

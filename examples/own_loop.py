@@ -1,4 +1,4 @@
-"""A loop written by hand: any PyTorch loop, and two lines more. Start it with:  tatami run -n 4 examples/own_loop.py"""
+"""A hand-written PyTorch loop with two more lines. Start it with:  tatami run -n 4 examples/own_loop.py"""
 
 import torch
 from torch import nn
@@ -10,11 +10,11 @@ from tatami.train import Retiling, save_model
 data = load("digits", targets="classes")
 comm = tatami.init()
 network = nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Dropout(0.1), nn.Linear(200, 10))
-# "mean": what the loss below does with the samples
+# "mean": how the loss below reduces the samples
 model = tatami.tile(network, comm, batch_size=len(data.x), speeds="measure", reduction="mean")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loss_function = nn.CrossEntropyLoss()
-retiling = Retiling(model, optimizer, retiler=tatami.Retiler())  # for machines whose speeds change; not needed otherwise
+retiling = Retiling(model, optimizer, retiler=tatami.Retiler())  # for machines whose speeds change; optional
 
 for step in range(100):
     x, y = model.local(data.x, data.y)  # the global batch in, this rank's samples out
@@ -27,7 +27,7 @@ for step in range(100):
     if check is not None and check.moved is not None and comm.rank == 0:
         print(check.decision)
     if step % 20 == 19:
-        whole = model.global_loss(loss)  # of all samples, on all ranks: what a schedule may look at; loss is of this rank's
+        whole = model.global_loss(loss)  # over all samples, the same on all ranks; loss is over this rank's samples
         if comm.rank == 0:
             print(f"step {step + 1}: loss {whole:.4f}")
 

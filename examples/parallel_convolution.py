@@ -12,8 +12,8 @@ from tatami.datasets import load
 
 
 def build(comm: tatami.comm.AbstractCommunicator) -> nn.Sequential:
-    """The dense forms, so that this is one network on any number of ranks; `grouped=True` would be ChainerMN's."""
-    torch.manual_seed(0)  # what is not divided is the same on all ranks
+    """Use the dense form, so that the network is the same on any number of ranks; ChainerMN's form is `grouped=True`."""
+    torch.manual_seed(0)  # the undivided layers are the same on all ranks
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         tatami.ParallelConv(nn.Conv2d(1, 24, 3, padding=1), comm),
@@ -35,15 +35,15 @@ for _ in range(8):
     for samples in torch.split(torch.arange(len(train_data.x)), 128):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(train_data.x[samples]), train_data.y[samples])
-        functions.backward(functions.share(loss, comm))  # every rank computes this loss, and it counts once
+        functions.backward(functions.share(loss, comm))  # every rank computes this loss, which must count once
         for parameter in alike:
             assert parameter.grad is not None
-            comm.allreduce(parameter.grad)  # each rank has its share
+            comm.allreduce(parameter.grad)  # each rank has its share of the gradient
         optimizer.step()
 
 with torch.no_grad():
     accuracy = test_data.accuracy(model(test_data.x), test_data.y)["digit"]
 if comm.rank == 0:
     divisions = [module.channels for module in model if isinstance(module, tatami.ParallelConv)]
-    print(f"channels of the ranks: {divisions[0]} and {divisions[1]}; accuracy {accuracy:.1%}")
+    print(f"channels per rank: {divisions[0]} and {divisions[1]}; accuracy {accuracy:.1%}")
     assert accuracy > 0.95

@@ -1,4 +1,4 @@
-"""Digits on three ranks, one of which is killed in the middle of a step; the others go on with the same numbers.
+"""Learns digits on three ranks, one of which is killed in the middle of a step; the others continue with the same numbers.
 
 tatami run --elastic -n 3 examples/repair.py
 """
@@ -27,7 +27,7 @@ for step in loop:
         x, y = model.local(data.x, data.y)
         loss = loss_function(model(x), y)
         if step.number == 20 and model.name == "p1":
-            os.kill(os.getpid(), signal.SIGKILL)  # a machine goes, and says nothing
+            os.kill(os.getpid(), signal.SIGKILL)  # a machine dies without notice
         loss.backward()
         step.update(loss)
     if step.is_done and comm.rank == 0 and step.number % 10 == 9:

@@ -1,4 +1,4 @@
-"""A ResNet-18 with batch normalization over ranks that are not alike. Start it with:  tatami run -n 2 examples/resnet.py"""
+"""Trains a ResNet-18 with batch normalization on ranks of unequal speed. Start it with:  tatami run -n 2 examples/resnet.py"""
 
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ class ResNet18(nn.Module):
 
 
 def draw(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noisy images with stripes; their direction, of four, is the class."""
+    """Draw noisy images with stripes in one of four directions, which is the class."""
     labels = torch.randint(CLASSES, (count,), generator=generator)
     down, right = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     stripes = torch.stack([((place // 2) % 2).float() for place in (down, right, down + right, down - right)])
@@ -67,4 +67,4 @@ images, labels = draw(64, torch.Generator().manual_seed(2))
 with torch.no_grad():
     right = (model(images).argmax(1) == labels).float().mean()
 if comm.rank == 0:
-    print(f"accuracy {100 * right.item():.1f}% on images it has not seen")
+    print(f"accuracy {100 * right.item():.1f}% on unseen images")

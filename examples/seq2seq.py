@@ -1,4 +1,4 @@
-"""English number words to digits, and digits to words: each encoder on one rank, its decoder on the other. Start it with:
+"""Translates number words to digits and digits to words: each encoder on one rank, its decoder on the other. Start it with:
 
 tatami run -n 2 examples/seq2seq.py
 
@@ -22,7 +22,7 @@ ONES, TENS = NAMES.split()[:20], NAMES.split()[20:]
 
 
 def words(number: int) -> list[str]:
-    """nine, thousand, nine, hundred, ninety, nine"""
+    """Spell a number: nine, thousand, nine, hundred, ninety, nine."""
     for size, name in ((1000, "thousand"), (100, "hundred")):
         if number >= size:
             return [*words(number // size), name, *(words(number % size) if number % size else [])]
@@ -32,7 +32,7 @@ def words(number: int) -> list[str]:
 
 
 def encoded(texts: list[list[str]]) -> tuple[torch.Tensor, list[str]]:
-    """Each text as tokens, `(texts, longest + 1)`, and what the tokens mean."""
+    """Return each text as tokens, `(texts, longest + 1)`, and the vocabulary."""
     vocabulary = ["", "", *sorted({word for text in texts for word in text})]
     token = {word: i for i, word in enumerate(vocabulary)}
     rows = [torch.tensor([*(token[word] for word in text), END]) for text in texts]
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy(self.head(output).transpose(1, 2), texts, ignore_index=PAD)
 
     def write(self, num_texts: int, *, longest: int) -> torch.Tensor:
-        """The likeliest token after each other, `(num_texts, longest)`."""
+        """Choose the most likely token at each step, `(num_texts, longest)`."""
         written = [torch.full((num_texts, 1), END)]
         output, state = self.rnn(self.embedding(written[0]))
         for step in range(longest):
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 def main() -> None:
     comm = tatami.init()
     if comm.size != 2:
-        raise SystemExit(f"an encoder here, a decoder there: start this with 2 ranks, not {comm.size}")
+        raise SystemExit(f"each encoder and its decoder are on different ranks: start this with 2 ranks, not {comm.size}")
     texts, vocabulary = encoded([words(number) if comm.rank == 0 else list(str(number)) for number in range(NUMBERS)])
     chance = torch.Generator().manual_seed(0)  # both ranks draw the same numbers
     order = torch.randperm(NUMBERS, generator=chance)

@@ -1,4 +1,4 @@
-"""Digits on four workers, two of which are killed on purpose; the result is the same as if they had lived, to the bit.
+"""Learns digits on four workers, two of which are killed on purpose; the result equals the undisturbed run's, to the bit.
 
 python examples/survive_a_kill.py [NETTALK_CORPUS]    (with the corpus file: 1,024 letters of NETtalk instead)
 """
@@ -27,7 +27,7 @@ def model_fn() -> nn.Module:
 
 
 def kill_a_worker(run: server.RunControl) -> None:
-    """Called after every round."""
+    """Kill a worker in rounds 20 and 40; it is called after every round."""
     if run.version in (20, 40):
         victim = f"worker {run.version // 20}"
         print(f"round {run.version}: {victim} is killed")
@@ -58,7 +58,7 @@ def main() -> None:
         for failure in report.failures:
             print(f"  {failure.who} {failure.how} in round {failure.round}, {failure.lost_s or 0:.2f} s lost")
         finals.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    print("the same parameters, to the bit:", torch.equal(*finals))
+    print("parameters equal to the bit:", torch.equal(*finals))
 
 
 if __name__ == "__main__":

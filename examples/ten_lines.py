@@ -1,4 +1,4 @@
-"""One network over ranks that are not alike. Start it with:  tatami run -n 4 examples/ten_lines.py"""
+"""Trains one network on ranks of unequal speed. Start it with:  tatami run -n 4 examples/ten_lines.py"""
 
 from functools import partial
 

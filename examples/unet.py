@@ -1,4 +1,4 @@
-"""A small U-Net learns to take noise out of pictures, as diffusion models do. Start it with:
+"""A small U-Net learns to remove noise from pictures, as diffusion models do. Start it with:
 tatami run -n 3 examples/unet.py"""
 
 import torch
@@ -12,7 +12,7 @@ BATCH, STEPS, CHANNELS = 64, 60, 16
 
 
 class UNet(nn.Module):
-    """(samples, 1, 8, 8) pictures and (samples,) noise levels -> the noise in them."""
+    """Maps (samples, 1, 8, 8) pictures and (samples,) noise levels to the noise in the pictures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,4 +49,4 @@ for step in range(STEPS):
     optimizer.step()
     whole = model.global_loss(loss)
     if step % 20 == 19 and comm.rank == 0:
-        print(f"step {step + 1}: loss {whole:.3f}; 1.0 is a guess of nothing")
+        print(f"step {step + 1}: loss {whole:.3f} (predicting zeros gives 1.0)")

@@ -113,7 +113,7 @@ def test_contributing_names_every_package_and_module_of_the_tree() -> None:
     folders = {f"{each.name}/" for each in tree.iterdir() if (each / "__init__.py").exists()}
     modules = {each.stem for each in tree.glob("*.py")} - {"__init__", "__main__"}
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_]+/?)`", text.partition("## How the tree reads")[2].partition("Beside the package")[0]))
+    named = set(re.findall(r"`([a-z_]+/?)`", text.partition("## How the tree reads")[2].partition("Outside of the package")[0]))
     assert folders | modules == named - {"tatami"}
 
 

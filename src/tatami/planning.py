@@ -363,7 +363,7 @@ def questions(
     Raises:
         InputError: an unknown path or name, or a value that does not fit; says what there is.
     """
-    found = [Question(words="as it is", cluster=cluster, workload=workload)]
+    found = [Question(words="no change", cluster=cluster, workload=workload)]
     for each in vary:
         path, equals, values = (part.strip() for part in each.partition("="))
         if not (equals and values):

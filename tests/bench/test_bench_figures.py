@@ -225,7 +225,7 @@ def test_the_command_prints_a_json_line_for_each_and_keeps_the_table(tmp_path: P
     assert all((record["ranks"], record["size_bytes"]) == (2, 1024) for record in records)
     shown = tatami("tune", "--show", cache=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    assert "auto picks" in shown.stdout
+    assert "auto uses" in shown.stdout
     assert "1 KiB" in shown.stdout
 
 

@@ -121,8 +121,8 @@ def test_the_answer_comes_in_an_order_and_the_same_plan_once() -> None:
         "In an iteration (█ computes):",
         "p4 ",
         "An iteration takes 24.6 ms: computing 24.6 ms (100 %), gradient sums 33.5 us (under 1 %).",
-        "Speeds are relative, and 1 is taken for 1 Gflop/s",
-        "Compared, for 203-80-26 and 1,024 samples an iteration:",
+        "Speeds are relative, and 1 is assumed to be 1 Gflop/s",
+        "Comparison for 203-80-26 and 1,024 samples per iteration:",
         "p3 alone",
         "weighted data parallelism, recommended",
     ]

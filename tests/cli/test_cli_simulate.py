@@ -84,13 +84,13 @@ def test_machines_of_a_cluster_file(tmp_path: Path) -> None:
     [
         (["server", "--preset", "paper"], "there is no preset 'paper'; there are: oakforest-like, paper-server-10k"),
         (["server"], "which machines?"),
-        ([*SMALL[1:], "--sweep", "luck=1,2"], "there is no 'luck' to be swept; there are: detection,"),
+        ([*SMALL[1:], "--sweep", "luck=1,2"], "'luck' cannot be swept; choose one of: detection,"),
         ([*SMALL[1:], "--sweep", "mtbf="], "--sweep is NAME=A,B,..."),
         ([*SMALL[1:], "--sweep", "replicas=x"], "--sweep replicas=x"),
         ([*SMALL[1:], "--sweep", "workers=150"], "multiple of it, not 150"),
         ([*SMALL[1:], "--sweep", "resume=later"], "--sweep resume=later"),
         ([*SMALL[1:], "--store", "100"], "of 100 servers' machines at most 99 can be a store, not 100"),
-        ([*SMALL[1:], "--recovery", "prayer"], "there is no recovery 'prayer'; there are: checkpoint, servers, ignore"),
+        ([*SMALL[1:], "--recovery", "prayer"], "there is no recovery 'prayer'; choose one of: checkpoint, servers, ignore"),
         ([*SMALL[1:], "--mtbf", "-3d"], "must be >= 0"),
         (["server", "--preset", "oakforest-like", "--servers", "300"], "has only 256"),
         (["platform"], "which platform?"),
@@ -156,7 +156,7 @@ def test_runs_that_end_early_say_why() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--machines", "8"], "--machines is for runs whose machines die: give --mtbf too"),
+        (["--machines", "8"], "--machines is for runs whose machines die: also give --mtbf"),
         (["--speeds", "1,1", "--checkpoint-every", "5"], "--checkpoint-every is for runs whose machines die"),
         (["--mtbf", "1d"], "which machines?"),
         (["--mtbf", "1d", "--machines", "8", "--speeds", "1,1"], "which machines?"),
@@ -234,7 +234,7 @@ def test_planners_side_by_side_and_swept() -> None:
         ([*ALLREDUCE, "--algorithms", "tree"], "no all-reduce 'tree'; choose one of: native, ring"),
         ([*ALLREDUCE, "--algorithms", "torus", "--grids", "3x3"], "what fits: 1x8, 2x4, 4x2, 8x1"),
         ([*ALLREDUCE, "--algorithms", "torus", "--grids", "big"], "--grids is all, or MxN"),
-        ([*ALLREDUCE, "--sweep", "colour=1,2"], "no 'colour' to be swept; there are: latency, message, native"),
+        ([*ALLREDUCE, "--sweep", "colour=1,2"], "'colour' cannot be swept; choose one of: latency, message, native"),
         ([*ALLREDUCE, "--sweep", "sync=never"], "--sweep sync=never"),
         ([*ALLREDUCE, "--native", "cray"], "no rule 'cray'"),
         ([*ALLREDUCE, "-n", "9"], "for 9 ranks, but oakforest-like has 8 hosts"),
@@ -243,7 +243,7 @@ def test_planners_side_by_side_and_swept() -> None:
         ([*TILING, "--slow", "p0"], "--slow is NAME:FACTOR@iteration:N"),
         ([*TILING, "--slow", "p9:2@1s"], "no processor 'p9'"),
         ([*TILING, "--planner", "best"], "no planner 'best'"),
-        ([*TILING, "--mtbf", "2s", "--update", "3"], "--update must be a share of an iteration from 0 to below 1, not 3"),
+        ([*TILING, "--mtbf", "2s", "--update", "3"], "--update must be a fraction of an iteration from 0 to below 1, not 3"),
         ([*TILING, "--sweep", "every=often"], "--sweep every=often"),
     ],
 )

@@ -212,7 +212,7 @@ def test_the_command_ends_with_what_to_do_and_its_exit_code(monkeypatch: pytest.
     fine = invoke(app, ["doctor", "--quick"])
     assert fine.exit_code == 0, fine.output
     assert "pip install 'tatami-torch[server]'" in fine.stdout
-    assert fine.stdout.rstrip().endswith("What is installed works. Next: tatami demo")
+    assert fine.stdout.rstrip().endswith("Everything installed works. Next: tatami demo")
     monkeypatch.setattr("tatami.doctor.facts_here", lambda: replace(WHOLE, address=""))
     broken = invoke(app, ["doctor", "--quick", "--json"])
     assert broken.exit_code == 1

@@ -196,7 +196,7 @@ def test_labs_that_are_ended_by_signals(tmp_path: Path) -> None:
     crashed = names[signal.SIGKILL]
     assert len(traces(crashed)) > 5
     done = subprocess.run([*command, "clean"], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    assert f"{crashed} is taken away" in done.stdout
+    assert f"removed {crashed}" in done.stdout
     assert traces(crashed) == []
 
 

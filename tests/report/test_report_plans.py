@@ -222,11 +222,11 @@ def test_the_picture_has_a_bar_for_each_question() -> None:
     _, ax = blank()
     draw_answers(ax, [each.words for each in asked], answers(asked))
     assert len(ax.patches) == 2
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["as it is", "without old"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["no change", "without old"]
 
 
 def test_relative_speeds_are_said_to_be_a_guess() -> None:
     text = " ".join(str(compared(["even"], cluster=Cluster.from_speeds([1.0, 2.0]), workload=MLP)).split())
-    assert "Speeds are relative, and 1 is taken for 1 Gflop/s: seconds are a guess" in text
+    assert "Speeds are relative, and 1 is assumed to be 1 Gflop/s: times and costs of sending are guesses" in text
     given = compared(["even"], cluster=Cluster.from_speeds([1.0, 2.0]), workload=MLP, cost=AlphaBetaCost(flop_per_s=1e9))
     assert "Speeds are relative" not in str(given)

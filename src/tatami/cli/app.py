@@ -1,4 +1,4 @@
-"""The `tatami` command: one thin command for each thing the library does."""
+"""The `tatami` command: one thin subcommand for each function of the library."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train one PyTorch network on machines that are not alike.",
-    epilog="New here? [bold]tatami demo[/] trains one network over four unequal ranks, three ways, in about a minute; "
-    "[bold]tatami doctor[/] says what is here and what is missing.",
+    help="Train one PyTorch network on unequal machines.",
+    epilog="New here? [bold]tatami demo[/] trains one network on four unequal ranks in three ways, in about a minute; "
+    "[bold]tatami doctor[/] checks what is installed and what is missing.",
 )
 app.command(epilog=probe.EPILOG)(probe.probe)
 app.command(epilog=plan.EPILOG)(plan.plan)
@@ -60,7 +60,7 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass  # `--version` does its work in its own callback; this function only declares the option.
+    pass  # The callback of `--version` does the work; this function only declares the option.
 
 
 def main() -> None:

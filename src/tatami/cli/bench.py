@@ -1,4 +1,4 @@
-"""`tatami bench`: Tatami against what one would run instead."""
+"""`tatami bench`: compare Tatami with the alternatives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NETS = ("203-80-26", "203-800-26")
 RANKS = (1, 2)
 BATCH_SIZE = 4096
 
-bench = typer.Typer(help="Measure Tatami against what one would run instead.", no_args_is_help=True)
+bench = typer.Typer(help="Compare the speed of Tatami with the alternatives.", no_args_is_help=True)
 
 
 @bench.command(name="train", epilog=EPILOG)
@@ -39,16 +39,16 @@ def bench_train(
     ranks: Annotated[
         list[int] | None,
         typer.Option(
-            "-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Number of ranks; may be given again. Default: 1, then 2."
+            "-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Number of ranks; may be repeated. Default: 1, then 2."
         ),
     ] = None,
     net: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZES", help="Layer sizes; may be given again. Default: 203-80-26, then 203-800-26."),
+        typer.Option(metavar="SIZES", help="Layer sizes; may be repeated. Default: 203-80-26, then 203-800-26."),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="gpt, mlp or cnn, as in tatami train, in addition to --net or instead of it."),
+        typer.Option(metavar="NAME", help="Model: gpt, mlp or cnn, as in tatami train, in addition to --net or instead of it."),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Size of the global batch. Default: 4096; gpt 16, cnn 64.")
@@ -59,10 +59,10 @@ def bench_train(
     ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement.")] = False,
 ) -> None:
-    """Time steps of training: one rank against the plain torch loop, several against DistributedDataParallel over gloo.
+    """Time training steps: one rank against the plain torch loop, several against DistributedDataParallel over gloo.
 
-    The contestants take turns, on the same batches from the same weights, with one thread each. Speeds are times that of what
-    they are against; under "nothing sent" is that of ranks which tell each other nothing, and more is not to be had.
+    The contestants take turns, on the same batches from the same weights, with one thread each. Speeds are relative to the
+    alternative; "nothing sent" is the speed of ranks that do not communicate, which is the upper limit.
     """
     from tatami.bench.train import TrainBenchmark
     from tatami.cli.ranks import num_started
@@ -95,13 +95,13 @@ def bench_train(
 
 
 def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: Task | None) -> dict[str, Any] | None:
-    """The record, on rank 0 or in the process that started the ranks; None on other ranks.
+    """Return the record, on rank 0 or in the process that started the ranks; None on other ranks.
 
     Args:
-        benchmark: what is timed how often.
-        ranks: how many.
-        asked: the option that asked for the network.
-        task: what is trained; None: the perceptron of the benchmark.
+        benchmark: the settings of the measurement.
+        ranks: the number of ranks.
+        asked: the option that selected the network.
+        task: the task to train; None: the perceptron of the benchmark.
     """
     from tatami.bench.train import bench_train
     from tatami.cli.ranks import is_rank
@@ -130,7 +130,7 @@ def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: 
 
 
 def _subject(task: Task, batch_size: int) -> TrainSubject:
-    """A task as a benchmark has it: one batch of its samples, again and again where there are too few."""
+    """Make a benchmark's subject of a task: one batch of its samples, repeated if there are too few."""
     import torch
 
     from tatami.bench.train import TrainSubject

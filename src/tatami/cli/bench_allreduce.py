@@ -1,4 +1,4 @@
-"""`tatami bench allreduce`: all-reduces in turn, by size of the message."""
+"""`tatami bench allreduce`: time all-reduces in turn, by size of the message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ALLREDUCE_EPILOG = epilog(
     "tatami bench allreduce -n 2 --sizes 1MiB,16MiB",
     "tatami bench allreduce -n 8 --hosts node1:4,node2:4 --tune",
-    'After --tune, algorithm="auto" picks by what was measured; tatami tune --show prints it.',
+    'After --tune, algorithm="auto" uses these measurements; tatami tune --show prints them.',
 )
 
 
@@ -34,13 +34,13 @@ class BenchAllReduceJob:
     hosts: Hosts = None
     sizes: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 1 KiB to 256 MiB, each 4 times the last."),
+        typer.Option(metavar="A,B,...", help="Message sizes. Default: 1 KiB to 256 MiB, each 4 times the last."),
     ] = None
     algorithms: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="Algorithms to measure; 'mpi' and 'gloo' are the rivals. Default: all."),
+        typer.Option(metavar="A,B,...", help="Algorithms to measure, including 'mpi' and 'gloo'. Default: all."),
     ] = None
-    tune: Annotated[bool, typer.Option("--tune", help='Keep the times: algorithm="auto" picks by them from then on.')] = False
+    tune: Annotated[bool, typer.Option("--tune", help='Save the times, for algorithm="auto" to choose by.')] = False
     rounds: Rounds = 7
     seconds: Seconds = 0.02
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bandwidths (.png, .pdf, .svg).")] = None
@@ -50,7 +50,7 @@ class BenchAllReduceJob:
 
 @takes(BenchAllReduceJob)
 def bench_allreduce(job: BenchAllReduceJob) -> None:
-    """Time every all-reduce, MPI's own and gloo's among them, in place, in turn, in one run.
+    """Time every all-reduce, including MPI's own and gloo's, in place, in turn, in one run.
 
     Each time is the median over the rounds of the slowest rank; the spread is (slowest - fastest round) / median.
     """
@@ -69,7 +69,7 @@ def bench_allreduce(job: BenchAllReduceJob) -> None:
     )
     benchmark.check()
     if job.tune and job.algorithms is not None:
-        raise InputError("--tune measures all algorithms, so that the best is among them; leave --algorithms out")
+        raise InputError("--tune must measure all algorithms to find the best; leave --algorithms out")
     if job.tune:
         check_folder(cache_directory())
 
@@ -78,7 +78,7 @@ def bench_allreduce(job: BenchAllReduceJob) -> None:
         if job.tune:
             _, path = keep(records, comm)
             if comm.rank == 0:
-                tell(f"kept for algorithm='auto' in {path}")
+                tell(f"saved for algorithm='auto' in {path}")
         _report(f"all-reduce of float32, {comm.size} ranks", records, comm, job)
 
     started = num_started()
@@ -91,7 +91,7 @@ def bench_allreduce(job: BenchAllReduceJob) -> None:
 
 
 def _taken(records: Iterable[dict[str, Any]], comm: AbstractCommunicator, *, as_json: bool) -> list[dict[str, Any]]:
-    """All of them; on rank 0 shown as they come."""
+    """Collect all records, and show them on rank 0 as they come."""
     taken = []
     last = None
     for record in records:
@@ -119,7 +119,7 @@ def _report(title: str, records: Sequence[dict[str, Any]], comm: AbstractCommuni
 
 
 def _table(title: str, records: Sequence[dict[str, Any]]) -> Table:
-    """A row for each algorithm, a column for each size: median and spread, below it the bandwidth (size / median)."""
+    """Make a row for each algorithm and a column for each size: median and spread, below it the bandwidth (size / median)."""
     sizes = sorted({record["size_bytes"] for record in records})
     names = list(dict.fromkeys(record["algorithm"] for record in records))
     by_place = {(record["algorithm"], record["size_bytes"]): record for record in records}

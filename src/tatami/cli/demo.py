@@ -1,4 +1,4 @@
-"""`tatami demo`: one network over four ranks of unequal speed, laid three ways."""
+"""`tatami demo`: train one network on four ranks of unequal speed, with three layouts."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 EPILOG = epilog(
     "tatami demo",
     "tatami demo --speeds 1,0.3 --iterations 60",
-    "Ranks are slowed by sleeping after each stretch of compute, so one machine plays several. What you see trains for real.",
+    "Ranks are slowed by sleeping after each computation, so one machine emulates several. The training itself is real.",
 )
 _PICTURES = ("tiling.png", "course.png")
 METHODS = ("even", "srpm", "drpm")
 MUCH_OFF = 1.25
-"""An estimate of a speed that is further off than this explains a bad tiling."""
+"""Factor by which an estimated speed must be wrong to explain a bad tiling."""
 TOLERANCE = 1e-3
-"""Relative, on the final loss: three tilings add up float32 numbers in three orders, over a hundred updates."""
+"""Relative tolerance of the final loss: three tilings add float32 numbers in three orders, over a hundred updates."""
 
 
 def demo(
     *,
     speeds: Annotated[str, typer.Option(metavar="1,1,0.5", help="Relative speeds of the ranks.")] = "1,1,0.5,0.25",
-    net: Annotated[str, typer.Option(metavar="SIZES", help="The network, for digits: 64-...-10.")] = "64-800-10",
-    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Number of iterations of each of the three runs.")] = 100,
+    net: Annotated[str, typer.Option(metavar="SIZES", help="Layer sizes of the network for digits: 64-...-10.")] = "64-800-10",
+    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Iterations of each of the three runs.")] = 100,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for pictures, if matplotlib is installed.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each run.")] = False,
 ) -> None:
-    """Watch one network train over ranks of unequal speed, in about a minute.
+    """Watch one network train on ranks of unequal speed, in about a minute.
 
-    First split evenly, then tiled by SRPM, which is told the speeds, then re-tiled while it trains by DRPM, which is told
-    nothing. The times stand side by side in the end, and all three end with the same loss.
+    The first run has equal tiles. The second is tiled by SRPM, which knows the speeds. The third is re-tiled during training
+    by DRPM, which measures them. At the end the times are compared; all three runs end with the same loss.
     """
     from tatami.cli.ranks import on_ranks
     from tatami.cli.train_job import TrainJob
@@ -92,7 +92,7 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
     comm.barrier()  # starting is work, too
     watch, began_s = LoadWatch(), time.process_time()
     for method, prepared in runs.items():
-        say(f"\n{_TOLD[method]}")
+        say(f"\n{_HEADINGS[method]}")
         alone = AloneBetween(prepared, comm)
         outcomes[method] = train(prepared, comm, progress=progress_of(comm), callbacks=[alone])
         rounds = alone.rounds(outcomes[method].history.iteration_s)
@@ -120,10 +120,10 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
         show(f"picture: {path}")
 
 
-_TOLD = {
-    "even": "1. Evenly: every rank gets an equal tile.",
-    "srpm": "2. SRPM, which knows the speeds: tiles as large as the ranks are fast.",
-    "drpm": "3. DRPM, which knows no speeds: it begins evenly, measures, and re-tiles while it trains.",
+_HEADINGS = {
+    "even": "1. Even: every rank gets an equal tile.",
+    "srpm": "2. SRPM, which knows the speeds: tiles in proportion to the speeds of the ranks.",
+    "drpm": "3. DRPM, which does not know the speeds: it begins with equal tiles, measures, and re-tiles during training.",
 }
 
 
@@ -167,7 +167,7 @@ def _report(
     if (reason := why_slower(outcomes["drpm"], outcomes["even"], told=machines.speeds, is_busy=is_busy)) is not None:
         show("", reason)
     if load is not None and is_busy:
-        show("", Text(f"Do not trust these times: meanwhile {load.sentence()}. The losses are right.", style="bold"))
+        show("", Text(f"Do not trust these times: during the runs {load.sentence()}. The losses are correct.", style="bold"))
     losses = [outcome.loss for outcome in outcomes.values()]
     apart = (max(losses) - min(losses)) / max(losses)
     same = "the same, up to rounding" if apart <= TOLERANCE else f"NOT the same: {apart:.1e} apart"
@@ -175,16 +175,16 @@ def _report(
     show(
         "",
         f"loss: {', '.join(f'{method} {outcome.loss:.7f}' for method, outcome in outcomes.items())}: {same}",
-        f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].task.test.samples} digits that it had not seen",
+        f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].task.test.samples} held-out digits",
     )
 
 
 def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, told: Mapping[str, float], is_busy: bool) -> str | None:
-    """Why DRPM ended slower than equal tiles, from what it saw; None where it did not.
+    """Explain why DRPM ended slower than equal tiles, from its own estimates; None if it did not.
 
     Args:
-        drpm, even: how both ended.
-        told: the speeds that the ranks play, by name; only ratios count.
+        drpm, even: the outcomes of both runs.
+        told: the emulated speeds of the ranks, by name; only ratios count.
         is_busy: whether other programs used the machine.
     """
     if drpm.iteration_s <= even.iteration_s:
@@ -193,20 +193,20 @@ def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, told: Mapping[st
     moves = [check.decision.iteration for check in drpm.history.checks if check.decision.remaps]
     if not moves:
         last = drpm.history.checks[-1].decision.reason if drpm.history.checks else "there were too few iterations for a check"
-        return f"{slower}it never moved a tile ({last}), so both are the same but for its checks and for chance."
+        return f"{slower}it never moved a tile ({last}), so the runs differ only by its checks and by chance."
     off = {name: drpm.speeds[name] / max(drpm.speeds.values()) * max(told.values()) / told[name] for name in told}
     name = max(off, key=lambda each: abs(math.log(off[each])))
     if not 1 / MUCH_OFF <= off[name] <= MUCH_OFF:
-        took = "took other programs' work for slowness" if is_busy else "measured iterations too short to tell"
-        return f"{slower}it took {name} for {off[name]:.2f} times as fast as it is, beside the fastest; it probably {took}."
+        why = "other programs slowed the ranks" if is_busy else "the iterations were too short to measure"
+        return f"{slower}it estimated {name} at {off[name]:.2f} times its relative speed, probably because {why}."
     return (
-        f"{slower}it knows the speeds by now, and moved tiles last after iteration {moves[-1]}, but with so little computing "
-        "the sums between tiles take the time. A larger network shows more: --net 64-3200-10."
+        f"{slower}it knows the speeds, and last moved tiles after iteration {moves[-1]}, but with so little computing "
+        "the sums between tiles dominate the time. A larger network shows more: --net 64-3200-10."
     )
 
 
 def _draw(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], out: Path) -> list[Path]:
-    """The tiles and the course of the runs, written over those of an earlier demo; nothing where matplotlib is missing."""
+    """Draw the tiles and the course of the runs over the pictures of an earlier demo; draw nothing without matplotlib."""
     from tatami.cli.training import plot_course
     from tatami.errors import MissingExtraError
     from tatami.report import blank, draw_tiling, save
@@ -220,7 +220,7 @@ def _draw(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], out: 
     out.mkdir(parents=True, exist_ok=True)
     tiling = outcomes["drpm"].tiling
     draw_tiling(ax, tiling, speeds=machines.speeds)
-    ax.set_title(f"as DRPM left it: {tiling.samples} samples x {tiling.units} units")
+    ax.set_title(f"final tiling of DRPM: {tiling.samples} samples x {tiling.units} units")
     tiling_picture, course_picture = (out / name for name in _PICTURES)
     save(figure, tiling_picture, force=True)
     plot_course(list(outcomes.items()), course_picture, every=10, force=True)

@@ -1,4 +1,4 @@
-"""`tatami doctor`: what is here, what differs between hosts, and what to do."""
+"""`tatami doctor`: check what is installed, what differs between hosts, and say what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EPILOG = epilog(
     "tatami doctor",
     "tatami doctor --hosts old,new",
-    "Exit code 0: all that is installed works; 1: something does not, and the last lines say what to do.",
+    "Exit code 0: everything installed works; 1: something does not, and the last lines say what to do.",
 )
 _LOOK_S = 0.5
 
@@ -27,15 +27,15 @@ _LOOK_S = 0.5
 def doctor(
     *,
     hosts: Annotated[
-        str | None, optional(metavar="A,B", help="Look at these machines and the connections between them, too.")
+        str | None, optional(metavar="A,B", help="Also check these machines and the connections between them.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Start nothing: only look at what is installed.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only check what is installed; start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
-    """Find out what is here and whether it works: MPI, Ray, SimGrid, CUDA, cores, memory; and what to do where it does not.
+    """Check what is installed and whether it works (MPI, Ray, SimGrid, CUDA, cores, memory), and say how to fix what does not.
 
-    With --hosts, on each of them by ssh, as `tatami run --hosts` starts its ranks: versions that differ, names that are not
-    known, and connections that a firewall keeps out.
+    With --hosts, log in to each host by ssh, as `tatami run --hosts` does, and find versions that differ, unknown host names,
+    and connections that a firewall blocks.
     """
     from tatami.doctor import compared, connected, diagnosed, examine, facts_here, steps_to_take, tried
     from tatami.doctor.hosts import host_names
@@ -45,12 +45,12 @@ def doctor(
     facts = facts_here()
     found = diagnosed(facts)
     if load is not None:
-        found.append(_told_load(load))
+        found.append(_load_diagnosis(load))
     if not quick:
-        tell("trying what is installed ...", style="dim")
+        tell("testing what is installed ...", style="dim")
         found += tried(facts)
     if names:
-        tell(f"looking at {len(names)} hosts ...", style="dim")
+        tell(f"checking {len(names)} hosts ...", style="dim")
         examined = examine(names)
         found += compared(examined.facts, silent=examined.silent)
         found += connected(examined.reached)
@@ -72,7 +72,7 @@ def _show(found: Sequence[Diagnosis], steps: Sequence[str], *, hosts: str | None
         show(f"{number:>3}. {step}")
     if not any(each.is_problem for each in found):
         probe = f"tatami probe -n {len(hosts.split(','))} --hosts {hosts} -o cluster.toml" if hosts else "tatami demo"
-        show("", f"What is installed works. Next: {probe}")
+        show("", f"Everything installed works. Next: {probe}")
 
 
 def _load_now() -> MachineLoad | None:
@@ -84,8 +84,8 @@ def _load_now() -> MachineLoad | None:
     return watch.load(own_s=time.process_time() - began_s)
 
 
-def _told_load(load: MachineLoad) -> Diagnosis:
+def _load_diagnosis(load: MachineLoad) -> Diagnosis:
     from tatami.doctor import Diagnosis
 
-    advice = "measure nothing while other programs run: times, speeds and plans from them would be theirs, too"
+    advice = "do not measure while other programs run: they would distort times, speeds and plans"
     return Diagnosis(what="load", seen=load.sentence(), advice=advice if load.is_busy else None)

@@ -1,4 +1,4 @@
-"""`tatami examples`: the examples as files of yours."""
+"""`tatami examples`: copy the examples into a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def examples(
     only_list: Annotated[bool, typer.Option("--list", help="List the examples and copy nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
 ) -> None:
-    """Copy the examples into a folder, to be run and changed: one file each, started as its first lines say."""
+    """Copy the examples into a folder, to run and change them. Each is one file; its first lines say how to start it."""
     files = example_files()
     if not only_list:
         for file in files:
@@ -38,10 +38,10 @@ def examples(
 
 
 def example_files() -> list[Path]:
-    """Where they lie: in the package as it is installed, beside it in a checkout.
+    """Find the examples, inside the installed package or next to it in a checkout.
 
     Raises:
-        InputError: neither has them.
+        InputError: there are no examples in either place.
     """
     package = Path(tatami.__file__).parent
     for folder in (package / "examples", package.parents[1] / "examples"):
@@ -51,10 +51,10 @@ def example_files() -> list[Path]:
 
 
 def _what(file: Path) -> str:
-    """The first sentence of an example."""
+    """Return the first sentence of an example."""
     if file.suffix == ".toml":
-        return "A cluster's file, with every key explained."
+        return "A cluster file, with every key explained."
     if file.suffix == ".ipynb":
-        return "Ranks as threads, in a notebook."
+        return "A notebook whose ranks are threads."
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return text.split(". ")[0].split(".\n")[0].replace("\n", " ").rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""The group of commands: what Tatami raises on purpose becomes one clean message and an exit code."""
+"""The group of commands: errors that Tatami raises on purpose become one message and an exit code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BAD_INPUT = 2
 FAILED = 1
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 USAGE_ERROR: Any = typer.BadParameter.__base__
-"""All errors of options; typer brings its own copy of click, and not every version the same."""
+"""Base class of all errors of options; typer includes its own copy of click, which differs between versions."""
 _LONGEST_LINE = 1000
 _GRACE_S = 5.0
-"""What all ranks raise, rank 0 says; another rank says it only if rank 0 has not ended the job meanwhile."""
+"""Rank 0 prints an error that all ranks raise; another rank prints it only if rank 0 has not ended the job after this time."""
 
 
 class Commands(TyperGroup):
-    """Exit code 0: done; 1: a run that failed; 2: input that was refused, before anything was started or written."""
+    """Commands with exit codes: 0: done; 1: the run failed; 2: the input was refused before anything was started or written."""
 
     def invoke(self, ctx: Any) -> Any:
         with shown_warnings():
@@ -44,14 +44,14 @@ class Commands(TyperGroup):
 
 
 def _said(error: BaseException) -> str:
-    """A full disk and similar errors are not faults of this program, so they need no traceback."""
+    """Return the message alone: a full disk and similar errors are not faults of this program and need no traceback."""
     if isinstance(error, MemoryError) and not isinstance(error, TatamiError):
         return "there is not enough memory for this"
     return "\n".join(shortened(line, longest=_LONGEST_LINE) for line in str(error).split("\n"))
 
 
 def _end_all_ranks(error: BaseException, *, rank: str, exit_code: int) -> Never:
-    """Say it once and end the job: a rank that only left would leave the others waiting for it."""
+    """Print the error once and end the job: if only this rank ended, the others would wait for it."""
     from tatami.comm.session import stop_all_ranks
 
     if rank != "0" and not isinstance(error, CommError):

@@ -1,4 +1,4 @@
-"""`tatami lab`: a cluster that you do not have, on this machine."""
+"""`tatami lab`: emulate a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ RUN_EPILOG = epilog(
     "TIME [bold]rate[/] HOST RATE.",
 )
 SHELL_EPILOG = epilog(
-    "tatami lab shell h1                           (beside a running `tatami lab run`)",
-    "tatami lab shell h1 --cluster cluster.toml    (a lab of its own, until the shell ends)",
+    "tatami lab shell h1                           (while `tatami lab run` is running)",
+    "tatami lab shell h1 --cluster cluster.toml    (a new lab, until the shell ends)",
 )
 
 lab = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Emulate a cluster on this machine: hosts with speeds, links, names and deaths of their own (Linux, root).",
+    help="Emulate a cluster on this machine: hosts with their own speeds, links, names and failures (Linux, root).",
 )
 
 _CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and the links between them.")
-_CORES = optional(callback=finite, help="Number of cores of this machine to use, as 1.5; all if left out.")
+_CORES = optional(callback=finite, help="Number of cores of this machine to use, such as 1.5. Default: all.")
 
 _BASE_MEMORY = optional(
     metavar="SIZE",
-    help="Limit hosts to their processors' memory, and this for each process itself, as 400MiB; no limit if left out.",
+    help="Limit each host to its processors' memory plus this for each process, such as 400MiB. Default: no limit.",
 )
 _PACED = typer.Option(
     "--paced",
-    help="Hosts compute at this machine's full speed, then wait as long as theirs (in flop/s) would take: steadier times.",
+    help="Hosts compute at this machine's full speed, then wait until their own speed (in flop/s) is met: steadier times.",
 )
-_BALANCE = optional(callback=finite, help="Flop that a paced host does while it moves a byte.", show_default="8")
-_DILATE = optional(callback=finite, help="Factor by which a paced lab slows both computing and links.")
+_BALANCE = optional(callback=finite, help="Flop that a paced host computes in the time of moving a byte.", show_default="8")
+_DILATE = optional(callback=finite, help="Factor by which a paced lab slows computing and links.")
 
 
 class _WithEvents(TyperCommand):
-    """`--at 20s kill h3` needs no quotes: the words after `--at`, as many as its verb has, become one."""
+    """Joins the words after `--at` into one, as many as its verb has, so that `--at 20s kill h3` needs no quotes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from tatami.lab.events import num_words
@@ -79,7 +79,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command that every rank runs.")],
     *,
     at: Annotated[
-        list[str] | None, optional(metavar="EVENT", help="An event during the run, as 20s kill h3; may be given again.")
+        list[str] | None, optional(metavar="EVENT", help="An event during the run, such as 20s kill h3; may be repeated.")
     ] = None,
     cores: Annotated[float | None, _CORES] = None,
     base_memory: Annotated[str | None, _BASE_MEMORY] = None,
@@ -87,10 +87,10 @@ def run(
     dilate: Annotated[float, _DILATE] = 1.0,
     balance: Annotated[float | None, _BALANCE] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="After the command's own output, one line of JSON: exit code, scale, quotas.")
+        bool, typer.Option("--json", help="Print a line of JSON after the command's output: exit code, scale, quotas.")
     ] = False,
 ) -> None:
-    """Run a command on every processor of a cluster, as ranks of a real MPI job over TCP, and take all away again."""
+    """Run a command on every processor of a cluster, as ranks of a real MPI job over TCP, and remove the lab afterwards."""
     from tatami.lab import Lab, parse_event
 
     events = [parse_event(text) for text in at or []]
@@ -161,7 +161,7 @@ def check(
     wrong = [finding for finding in findings if not finding.holds]
     if wrong:
         tell(
-            f"{len(wrong)} of {len(findings)} are more than {percent(TOLERANCE)} off; is this machine busy with other work? "
+            f"{len(wrong)} of {len(findings)} are more than {percent(TOLERANCE)} off; is this machine running other programs? "
             "Use fewer of its cores (--cores), or slower links",
             style="yellow",
         )
@@ -170,7 +170,7 @@ def check(
 
 @lab.command()
 def clean() -> None:
-    """Take away what labs left behind whose process was killed. Labs that run are left alone."""
+    """Remove the remains of labs whose process was killed. Running labs are left alone."""
     from tatami.lab import known_labs, take_away
     from tatami.lab.needs import require_lab
 
@@ -178,16 +178,16 @@ def clean() -> None:
     labs = known_labs()
     for state in labs:
         if state.is_running:
-            show(f"{state.name} runs (process {state.owner}); left alone")
+            show(f"{state.name} is running (process {state.owner}); left alone")
         else:
             take_away(state)
-            show(f"{state.name} is taken away: hosts {', '.join(state.hosts)}")
+            show(f"removed {state.name}: hosts {', '.join(state.hosts)}")
     if not labs:
         show("nothing to clean")
 
 
 def _in_foreground(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a shell that has the terminal: Ctrl-C in it is not for us."""
+    """Wait for a shell that has the terminal, and ignore Ctrl-C meanwhile, which is meant for the shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code = process.wait()

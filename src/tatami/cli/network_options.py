@@ -1,4 +1,4 @@
-"""The options that say which network is planned, or simulated."""
+"""The options that select the network to plan or simulate."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _gpt = partial(typer.Option, rich_help_panel="A GPT")
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
-    """A network and its batch; the options say what each field is."""
+    """A network and its batch; the help texts of the options describe the fields."""
 
-    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; sequences for a GPT.")] = 1024
-    wire: Annotated[str | None, optional(metavar="NAME", help="Send sums as bfloat16 or float16.")] = None
-    model: Annotated[str | None, _gpt(metavar="gpt", help="A model, in place of --net.", show_default=False)] = None
-    layers: Annotated[int, _gpt(min=1)] = 12
+    net: Annotated[str, typer.Option(help="Layer sizes: inputs-hidden-...-outputs.")] = "203-80-26"
+    samples: Annotated[int, typer.Option(min=1, help="Global batch size, in samples; in sequences for a GPT.")] = 1024
+    wire: Annotated[str | None, optional(metavar="NAME", help="Dtype in which sums are sent: bfloat16 or float16.")] = None
+    model: Annotated[str | None, _gpt(metavar="gpt", help="Model to use instead of --net.", show_default=False)] = None
+    layers: Annotated[int, _gpt(min=1, help="Number of layers.")] = 12
     width: Annotated[int, _gpt(min=1, help="Embedding width.")] = 768
-    heads: Annotated[int, _gpt(min=1)] = 12
-    kv_heads: Annotated[int | None, _gpt(min=1, help="Key/value heads, if fewer.", show_default=False)] = None
+    heads: Annotated[int, _gpt(min=1, help="Number of attention heads.")] = 12
+    kv_heads: Annotated[int | None, _gpt(min=1, help="Number of key/value heads, if smaller.", show_default=False)] = None
     tokens: Annotated[int, _gpt(min=1, help="Sequence length in tokens.")] = 1024
-    vocabulary: Annotated[int, _gpt(min=1, help="Size of the vocabulary.")] = VOCABULARY
+    vocabulary: Annotated[int, _gpt(min=1, help="Vocabulary size.")] = VOCABULARY
 
     def workload(self, *, samples: int | None = None) -> Workload:
-        """The network, with so many samples in place of those of the options.
+        """Return the network, with `samples` in place of the option's number if given.
 
         Raises:
             InputError: an unknown model, or invalid sizes of its layers.
@@ -61,5 +61,5 @@ class NetworkOptions:
 
     @property
     def called(self) -> str:
-        """The network, in a title."""
+        """Return the name of the network for titles."""
         return self.net if self.model is None else f"a GPT of {self.layers} layers"

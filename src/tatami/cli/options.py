@@ -1,4 +1,4 @@
-"""Options that several commands have, each said once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MOST_RANKS = 4096
 
 
 def finite(value: float | None) -> float | None:
-    """The callback of every option that takes a number with a point.
+    """Refuse NaN and infinities; it is the callback of every floating-point option.
 
     Raises:
-        BadParameter: NaN, or infinite.
+        BadParameter: the value is NaN or infinite.
     """
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be a finite number, not {value}")
@@ -35,10 +35,10 @@ def finite(value: float | None) -> float | None:
 
 
 def given(option: str, parse: Callable[[str], Number], text: str) -> Number:
-    """What `parse` makes of the text of an option.
+    """Parse the text of an option.
 
     Raises:
-        InputError: as `parse`, with the name of the option.
+        InputError: the error of `parse`, with the name of the option.
     """
     try:
         return parse(text)
@@ -47,34 +47,34 @@ def given(option: str, parse: Callable[[str], Number], text: str) -> Number:
 
 
 def given_sizes(option: str, text: str) -> tuple[int, ...]:
-    """Sizes in bytes, with commas between them. Raises as `given`."""
+    """Parse comma-separated sizes into bytes. Raises as `given` does."""
     return tuple(given(option, parse_size, size.strip()) for size in text.split(","))
 
 
 def epilog(*paragraphs: str) -> str:
-    """The end of a command's help: what can be typed, one command a paragraph, and what else is to be said of them."""
+    """Format the end of a command's help: examples, one command per paragraph, and remarks."""
     return "\n\n".join(["[bold]Examples[/]", *paragraphs])
 
 
 optional = partial(typer.Option, show_default=False)
-"""An option whose help says by itself what it is where it is left out."""
+"""An option whose help text states its default."""
 
 Ranks = Annotated[
     int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Number of ranks.", show_default="2")
 ]
-Hosts = Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")]
+Hosts = Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start ranks on. Default: this one.")]
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Number of timings, whose median is reported.")]
 Seconds = Annotated[float, typer.Option(callback=finite, min=0.0001, metavar="S", help="Approximate length of a timing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")]
 
 
-DEVICE_HELP = "Cards for the ranks of each host: auto (one each, then CPUs), cuda (in turn), cpu."
+DEVICE_HELP = "Devices of the ranks of each host: auto (a GPU each, then CPUs), cuda (GPUs in turn), cpu."
 
 
 def check_device(device: str, *, hosts: str | None) -> None:
     """
     Raises:
-        InputError: there is no such choice; or ranks of this machine are to have cards, of which it has none.
+        InputError: an unknown device, or GPUs are asked for on this machine, which has none.
     """
     if device not in DEVICE_REQUESTS:
         raise InputError(f"--device {device!r}: choose one of: {', '.join(DEVICE_REQUESTS)}")
@@ -85,10 +85,10 @@ def check_device(device: str, *, hosts: str | None) -> None:
 
 
 def ask_for_device(device: str, *, hosts: str | None) -> None:
-    """Tell the ranks that are started from here, whose `tatami.tile` follows it.
+    """Set the device of `tatami.tile` for the ranks that this process starts.
 
     Raises:
-        InputError: as `check_device`.
+        InputError: as in `check_device`.
     """
     check_device(device, hosts=hosts)
     os.environ[DEVICE_VARIABLE] = device
@@ -98,11 +98,11 @@ Settings = TypeVar("Settings")
 
 
 def takes(kind: type[Settings]) -> Callable[[Callable[[Settings], None]], Callable[..., None]]:
-    """Make a function of settings a command, with an option for each field of `kind` that is `Annotated` as one.
+    """Turn a function of settings into a command, with an option for each field of `kind` that is `Annotated` as one.
 
-    typer reads the options of a command from its signature. So the command gets a signature that is made of the fields, and
-    what typer has read for them travels on as one object, from the command line to the library and to the records. Fields that
-    `kind` inherits come last in the help: what several commands share is less special than what one has.
+    typer reads the options of a command from its signature. So the command gets a signature made from the fields, and
+    the parsed values are passed on as one object, from the command line to the library and to the records. Inherited fields
+    come last in the help, because options of one command are more important there than shared ones.
     """
     hints = get_type_hints(kind, include_extras=True)
     own_first = sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`tatami plan`: the recommended plan, what it is compared with, and what other links or machines would bring."""
+"""`tatami plan`: print the recommended plan, a comparison, and the effect of other links or machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tatami.report import answer_table, blank, check_path, draw_answers, draw_te
 from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.workload import Workload, has_blocks_of
 
-_what_if = partial(typer.Option, rich_help_panel="What would it bring?", show_default=False)
+_what_if = partial(typer.Option, rich_help_panel="What if", show_default=False)
 EPILOG = epilog(
     "tatami plan cluster.toml --net 203-80-26 --samples 1024",
     "tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json",
@@ -34,17 +34,17 @@ EPILOG = epilog(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanJob(NetworkOptions):
-    """What `tatami plan` can be asked for; the options say what each field is."""
+    """The options of `tatami plan`; their help texts describe the fields."""
 
     cluster: Annotated[
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
     ] = None
     speeds: Annotated[
-        str | None, typer.Option(help="Relative speeds, one for each rank, without a file or in place of the file's.")
+        str | None, typer.Option(help="Relative speeds, one for each rank, instead of a file or of the speeds in it.")
     ] = None
-    planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Only these planners; may be given again.")] = None
+    planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Use only these planners; may be repeated.")] = None
     stages: Annotated[int | None, optional(min=1, help="Number of pipeline stages; 1: none.")] = None
-    micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches of every replica.")] = None
+    micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
     recompute: Annotated[
         bool | None,
         typer.Option(
@@ -53,20 +53,20 @@ class PlanJob(NetworkOptions):
     ] = None
     vary: Annotated[
         list[str] | None,
-        _what_if(metavar="PATH=A,B,...", help="network.bandwidth, processors.NAME.link, ... or samples; may be given again."),
+        _what_if(metavar="PATH=A,B,...", help="Vary network.bandwidth, processors.NAME.link, ... or samples; may be repeated."),
     ] = None
     add: Annotated[
         list[str] | None,
-        _what_if(metavar="speed=...,memory=...", help="Add a machine, as in a cluster file; may be given again."),
+        _what_if(metavar="speed=...,memory=...", help="Add a machine, as in a cluster file; may be repeated."),
     ] = None
     leave_out: Annotated[
-        list[str] | None, _what_if("--without", metavar="NAME,...", help="Leave out these machines; may be given again.")
+        list[str] | None, _what_if("--without", metavar="NAME,...", help="Leave out these machines; may be repeated.")
     ] = None
     plot: Annotated[
-        Path | None, optional(help="Draw the best tiling, or what the changes bring, into this file (.png, .pdf, .svg).")
+        Path | None, optional(help="Draw the best tiling, or the effect of the changes, to this file (.png, .pdf, .svg).")
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
-    everything: Annotated[bool, typer.Option("--all", help="Show the plans of all other planners, too.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Also show the plans of all other planners.")] = False
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON list: a record for each planner and for one machine alone.")
     ] = False
@@ -74,9 +74,9 @@ class PlanJob(NetworkOptions):
 
 @takes(PlanJob)
 def plan(job: PlanJob) -> None:
-    """Recommend how to train a network on machines that are not alike, and say what each of them would do.
+    """Recommend how to train a network on unequal machines, and show what each machine would do.
 
-    Nothing is started: the times are predicted, from the speeds and the links, for one iteration over the whole batch.
+    Nothing is started: the times of one iteration over the whole batch are predicted from the speeds and the links.
     """
     if job.plot is not None:
         check_path(job.plot, force=job.force)
@@ -91,7 +91,7 @@ def plan(job: PlanJob) -> None:
         planners = [DEFAULT_PLANNER]
     with warnings.catch_warnings():
         if planners == [DEFAULT_PLANNER]:
-            warnings.filterwarnings("ignore", f"{DEFAULT_PLANNER} leaves out")  # the answer says whom, and why
+            warnings.filterwarnings("ignore", f"{DEFAULT_PLANNER} leaves out")  # the answer names them, with the reason
         found = compared(
             planners,
             cluster=machines,
@@ -118,14 +118,16 @@ def plan(job: PlanJob) -> None:
     if job.planner and len(plans) == 1:
         show("", draw_text(found.best.tiling, speeds=_speeds(found.best, machines), width=72))
     if job.plot is not None:
-        show(f"{found.best.planner} is drawn in {job.plot}")
+        show(f"drew {found.best.planner} to {job.plot}")
 
 
 def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict[str, Any]:
-    """What `--json` says of a plan: `replicas` are processor names, `samples` and `micro_batches` a replica's, `units` tiles'.
+    """Return the `--json` record of a plan.
 
-    `machines` has seconds of an iteration and bytes for each processor that has a tile; `speeds` are those of the tiles, where
-    they depend on the size; `same_as` is the first planner whose plan is the same.
+    `replicas` has processor names; `samples` and `micro_batches` are per replica, `units` per tile.
+
+    `machines` has seconds of an iteration and bytes for each processor that has a tile; `speeds` are those of the tiles, if
+    they depend on the size; `same_as` is the first planner with the same plan.
     """
     replicas = plan.tiling.replicas
     weighted, alone = found.weighted, found.alone
@@ -160,8 +162,8 @@ def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict
 
 
 def staged_record(plan: StagedPlan, *, found: PlanComparison, machines: Cluster) -> dict[str, Any]:
-    """What `--json` says of a plan with pipeline stages: `stages` has the processors of each (one for each replica) and its
-    first and last piece; `machines` has what each does, in seconds of an iteration and bytes."""
+    """Return the `--json` record of a plan with pipeline stages: `stages` has the processors of each (one for each replica)
+    and its first and last piece; `machines` has the work of each, in seconds of an iteration and bytes."""
     layout, alone, weighted = plan.layout, found.alone, found.weighted
     edges = (0, *layout.cuts, len(plan.workload.pieces))
     return {
@@ -190,7 +192,7 @@ def staged_record(plan: StagedPlan, *, found: PlanComparison, machines: Cluster)
 
 
 def alone_record(alone: Plan) -> dict[str, Any]:
-    """What `--json` says of the machine that is fastest by itself."""
+    """Return the `--json` record of the fastest single machine."""
     (replica,) = alone.layout.replicas
     return {
         "planner": "alone",
@@ -205,9 +207,9 @@ def alone_record(alone: Plan) -> dict[str, Any]:
 
 
 def _answer(job: PlanJob, machines: Cluster, workload: Workload) -> None:
-    """One row for each change that is asked about."""
+    """Print one row for each change."""
     if job.planner or job.everything:
-        raise InputError("--vary, --add and --without ask what the recommended plan would be: leave out --planner and --all")
+        raise InputError("--vary, --add and --without compare recommended plans: leave out --planner and --all")
     asked = questions(machines, workload=workload, vary=job.vary or (), add=job.add or (), leave_out=job.leave_out or ())
     found = answers(asked)
     words = [question.words for question in asked]
@@ -220,7 +222,7 @@ def _answer(job: PlanJob, machines: Cluster, workload: Workload) -> None:
         return
     show(answer_table(words, found, clusters=[question.cluster for question in asked]))
     if job.plot is not None:
-        show(f"drawn in {job.plot}")
+        show(f"picture: {job.plot}")
 
 
 def _answer_record(answer: Answer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`tatami probe`: what machines there are, measured."""
+"""`tatami probe`: measure machines and links."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ def probe(
     *,
     ranks: Ranks = None,
     hosts: Hosts = None,
-    net: Annotated[str, typer.Option(metavar="SIZES", help="The network whose work is timed.")] = "203-80-26",
+    net: Annotated[str, typer.Option(metavar="SIZES", help="Layer sizes of the network to time.")] = "203-80-26",
     model: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A Python file with build_model() and sample: that network is timed, not --net."),
+        typer.Option(metavar="FILE", help="Python file with build_model() and sample, to time instead of --net."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a batch.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Global batch size.")] = 1024,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu",
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write this cluster.toml.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Cluster file to write.")] = None,
     backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="mpi, threads or single. Default: mpi for more than one rank.")
+        str | None, typer.Option(metavar="NAME", help="Backend: mpi, threads or single. Default: mpi for more than one rank.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
-    """Measure every rank's speed at the real work, and the links between the hosts.
+    """Measure every rank's speed on real work, and the links between the hosts.
 
-    Speeds are local compute only, on all ranks at once, repeated; so is what a message costs a rank that sends or receives it
-    (CPU time over its share of a core). Links are round trips of small and of large messages, one link at a time.
+    Speeds are measured by local computing, repeatedly and on all ranks at once; so is the cost of a message for the rank that
+    sends or receives it (CPU time over its share of a core). Links are measured by round trips of small and large messages,
+    one link at a time.
     """
     from tatami.cli.ranks import num_started, on_ranks
     from tatami.model.cluster_probe import probe as measure
@@ -167,14 +168,14 @@ if TYPE_CHECKING:
 
 
 def read_model(path: Path) -> tuple[nn.Module, Any]:
-    """The network and the sample batch of a file, which is run as a program, though not as `__main__`.
+    """Return the network and the sample batch of a file, which is run as a program, but not as `__main__`.
 
     Args:
-        path: defines `build_model`, a function without arguments, and `sample`: inputs for at least two samples, or a function
-            without arguments that makes them.
+        path: a file that defines `build_model`, a function without arguments, and `sample`: inputs for at least two samples,
+            or a function without arguments that makes them.
 
     Raises:
-        InputError: there is no such file, or it does not define both.
+        InputError: the file does not exist, or it does not define both.
     """
     from torch import nn
 

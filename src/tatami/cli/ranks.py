@@ -1,4 +1,4 @@
-"""One command on several ranks: started again under a launcher, where it finds itself to be a rank."""
+"""Runs one command on several ranks, by starting it again under a launcher, where it detects that it is a rank."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Result = TypeVar("Result")
 
 
 def is_rank() -> bool:
-    """Whether mpiexec, srun or torchrun or `on_ranks` started this process as one of several ranks."""
+    """Whether mpiexec, srun, torchrun or `on_ranks` started this process as one of several ranks."""
     return detect_backend(os.environ) != "single"
 
 
 def check_backend(backend: str | None) -> None:
-    """Whether there is a backend of this name.
+    """Check that there is a backend of this name.
 
     Raises:
-        InputError: there is none; lists those there are.
+        InputError: there is none; the message lists the known ones.
     """
     if backend is not None and backend not in BACKENDS:
         raise InputError(f"there is no backend {backend!r}; choose one of: {', '.join(BACKENDS)}")
 
 
 def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, backend: str | None, hosts: str | None) -> Result:
-    """Run `body` on every rank, and return what it returned on rank 0, or here on this rank.
+    """Run `body` on every rank, and return its result on rank 0, or here on this rank.
 
-    A rank runs it. Who is none starts ranks: as threads, as this process alone, or by calling this very command again under the
-    MPI launcher; then this process ends when they do, with their exit code.
+    A rank runs it. A process that is not a rank starts ranks: as threads, as this process alone, or by calling the same command
+    again under the MPI launcher; then this process ends when they do, with their exit code.
 
     Raises:
         InputError: an unknown backend, hosts for ranks of this process, or a number of ranks that is not the number that was
@@ -65,7 +65,7 @@ def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, back
         raise InputError(f"backend 'single' is one rank, but -n {ranks} was asked for; choose mpi or threads")
     if backend == "tcp":
         raise InputError(
-            f"backend 'tcp' is of ranks that torchrun started: torchrun --nproc-per-node {ranks} -m tatami "
+            f"backend 'tcp' is for ranks started by torchrun: torchrun --nproc-per-node {ranks} -m tatami "
             f"{' '.join(sys.argv[1:])}"
         )
     if backend != "mpi" and ranks == 1 and hosts is None:
@@ -76,19 +76,19 @@ def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, back
 
 
 def num_started() -> int | None:
-    """How many ranks were started, on a rank; None elsewhere."""
+    """Return the number of ranks that were started, on a rank; None elsewhere."""
     return init().size if is_rank() else None
 
 
 def progress_of(comm: AbstractCommunicator) -> Progress | None:
-    """A bar, or lines, on rank 0."""
+    """Return a progress bar, or progress lines, on rank 0; None on others."""
     if comm.rank != 0:
         return None
     return BarProgress(sys.stderr, clock=SystemClock()) if is_terminal(sys.stderr) else progress_for()
 
 
 def log_on_rank_0(comm: AbstractCommunicator) -> None:
-    """What the library logs, as lines on stderr: how the work was laid, and what every check of the balance decided."""
+    """Print the library's log to stderr on rank 0: the layout of the work, and the decision of every check of the balance."""
     logger = logging.getLogger("tatami")
     if comm.rank == 0 and not any(isinstance(handler, _TellHandler) for handler in logger.handlers):
         logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""`tatami report`: one HTML page of a run."""
+"""`tatami report`: make one HTML page about a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ EPILOG = epilog(
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN.jsonl...", help="Logs of --log or Trainer(records=...), reports of --elastic."),
+        typer.Argument(metavar="RUN.jsonl...", help="Logs written by --log or Trainer(records=...), and reports of --elastic."),
     ],
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page (.html).")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Page to write (.html).")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
-    """Make one HTML page of a run: tilings, time by phase, loss, speeds, decisions, deaths, bytes by link.
+    """Make one HTML page about a run: tilings, time by phase, loss, speeds, decisions, deaths, bytes by link.
 
     The page needs no network and no other file. Its charts can be read on a phone and used with the keyboard.
     """

@@ -1,4 +1,4 @@
-"""`tatami run`: a script on several ranks."""
+"""`tatami run`: run a script on several ranks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ EPILOG = epilog(
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """What `tatami run` can be asked for; the options say what each field is."""
+    """The options of `tatami run`; their help texts describe the fields."""
 
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="Script that every rank runs.")]
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="Number of ranks.")] = 2
-    hosts: Annotated[str | None, optional(help="Machines to start on, as node1:4,node2:4; this one if left out.")] = None
+    hosts: Annotated[str | None, optional(help="Machines to start on, such as node1:4,node2:4. Default: this one.")] = None
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, show_default="the script's choice")
     ] = None
     elastic: Annotated[
         bool,
         typer.Option(
-            "--elastic", help="Ranks on Ray; where one dies, the others go on. For a Trainer, or loops by tatami.steps."
+            "--elastic", help="Run on Ray; if a rank dies, the others continue. For a Trainer, or loops with tatami.steps."
         ),
     ] = False
-    address: Annotated[str | None, optional(help="With --elastic: a Ray cluster; if left out, Ray is started here.")] = None
-    copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit.")] = 2
+    address: Annotated[str | None, optional(help="With --elastic: address of a Ray cluster. Default: start Ray here.")] = None
+    copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: number of ranks that hold each unit.")] = 2
     retile: Annotated[
-        bool, typer.Option("--retile", help="With --elastic: tiles follow the ranks' speeds; one that is too slow waits.")
+        bool, typer.Option("--retile", help="With --elastic: adapt tiles to the ranks' speeds; a rank that is too slow waits.")
     ] = False
-    report: Annotated[Path | None, optional(help="With --elastic: write what was lost and repaired to this file.")] = None
-    plot: Annotated[Path | None, optional(help="With --elastic: draw who was there when, and what was lost.")] = None
+    report: Annotated[Path | None, optional(help="With --elastic: write losses and repairs to this file.")] = None
+    plot: Annotated[Path | None, optional(help="With --elastic: draw the ranks over time, and the losses.")] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the files of --report and --plot.")] = False
     heartbeat: Annotated[
         float | None,
@@ -55,22 +55,22 @@ class RunJob:
             metavar="SECONDS",
             callback=finite,
             show_default="10",
-            help="With --elastic: a rank silent for longer counts as dead.",
+            help="With --elastic: seconds of silence after which a rank counts as dead.",
         ),
     ] = None
     as_json: Annotated[
-        bool, typer.Option("--json", help="After the script's own output, one line of JSON: exit code and seconds.")
+        bool, typer.Option("--json", help="Print a line of JSON after the script's output: exit code and seconds.")
     ] = False
 
 
 @takes(RunJob)
 def run(job: RunJob) -> None:
-    """Start a script on several ranks, by the launcher of the installed MPI.
+    """Start a script on several ranks, with the launcher of the installed MPI.
 
-    A rank that fails ends all ranks, and the last line says which one it was. With --elastic the others go on without it.
+    A rank that fails ends all ranks, and the last line names it. With --elastic the others continue without it.
     """
     if job.elastic and job.device not in (None, "cpu"):
-        raise InputError("--device: an elastic run computes on CPUs; leave --device or --elastic out")
+        raise InputError("--device: an elastic run computes on CPUs; leave out --device or --elastic")
     if job.device is not None:
         ask_for_device(job.device, hosts=job.hosts)
     if job.elastic:
@@ -85,7 +85,7 @@ def run(job: RunJob) -> None:
     if job.force:
         raise InputError("--force is for the files of elastic runs: add --elastic, or leave it out")
     if job.retile:
-        raise InputError("--retile is for elastic runs: add --elastic. In others the script asks for it: Trainer(retile=...)")
+        raise InputError("--retile is for elastic runs: add --elastic. Elsewhere the script asks for it: Trainer(retile=...)")
     from tatami.comm import launch
 
     start_s = time.perf_counter()

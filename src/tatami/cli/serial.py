@@ -1,4 +1,4 @@
-"""What one iteration takes every rank alone, measured between the iterations of all: what efficiency is measured by."""
+"""Times of one iteration on every rank alone, measured between the iterations of all; efficiency is computed from them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tatami.testing.slowdown import Slowdown
 from tatami.train import Callback
 
 BETWEEN = 4
-"""Iterations between two measurements; the last rounds of a run are measured, when it has settled."""
+"""Iterations between two measurements, which are made in the last rounds of a run, when it has settled."""
 
 
 class AloneBetween(Callback):
-    """Lets every rank do an ordinary PyTorch iteration over the whole batch, all at once, `LEAST_ROUNDS` times in a run's end.
+    """Runs an ordinary PyTorch iteration over the whole batch on all ranks at once, `LEAST_ROUNDS` times at the end of a run.
 
-    At the pace of the rank, where it plays a slower machine. It is no part of any iteration's time.
+    It runs at the pace of the rank, if the rank emulates a slower machine, and is not part of the time of any iteration.
     """
 
     def __init__(self, prepared: Prepared, comm: AbstractCommunicator) -> None:
@@ -59,10 +59,10 @@ class AloneBetween(Callback):
         self._pace.end()
 
     def rounds(self, iteration_s: Sequence[float]) -> list[EfficiencyRound]:
-        """The rounds, of which each has the iterations since the one before. Collective.
+        """Return the rounds, each with the iterations since the previous one. Collective.
 
         Args:
-            iteration_s: of all iterations of the run, on this rank.
+            iteration_s: the times of all iterations of the run, on this rank.
         """
         everyone = self._comm.allgather_object(self._alone_s)
         return [

@@ -1,4 +1,4 @@
-"""`tatami server`: train on parameter servers that keep going when machines die, and tell what each death cost."""
+"""`tatami server`: train on parameter servers that survive the death of machines, and report the cost of each death."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ server = typer.Typer(
 @server.command()
 @takes(ServerTrainJob)
 def train(job: ServerTrainJob) -> None:
-    """Train what a script defines: model_fn(), loss_fn(output, target) and dataset, a pair of tensors."""
+    """Train the model of a script that defines model_fn(), loss_fn(output, target) and dataset, a pair of tensors."""
     from tatami.server.training import train as run
 
     _refuse(job)
@@ -62,9 +62,9 @@ def train(job: ServerTrainJob) -> None:
 @server.command()
 @takes(ServerResumeJob)
 def resume(job: ServerResumeJob) -> None:
-    """Go on with a run whose process died or was stopped, from its last whole checkpoint."""
+    """Resume a run whose process died or was stopped, from its last complete checkpoint."""
     from tatami.server import RunSettings
-    from tatami.server.training import resume as go_on
+    from tatami.server.training import resume as resume_run
 
     _refuse(job)
     settings = RunSettings.read(job.directory)
@@ -74,20 +74,20 @@ def resume(job: ServerResumeJob) -> None:
     if job.rounds is not None:
         settings = replace(settings, rounds=job.rounds)
     with _context(job, settings) as context:
-        model, outcome = go_on(job.directory, **task, settings=settings, context=context)
+        model, outcome = resume_run(job.directory, **task, settings=settings, context=context)
     _keep(model, job)
     _tell(outcome, as_json=job.as_json)
 
 
 @server.command(name="report")
 def show_report(
-    run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="Report of `tatami server train`.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="Report written by `tatami server train`.")],
     *,
     plot: Annotated[Path | None, optional(help="Draw the timeline (.png, .pdf or .svg).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Show each failure of a run: when it happened, to which process, after how long it was noticed, and the seconds lost."""
+    """Show each failure of a run: when it was noticed, the process, how long it had been silent, and the seconds lost."""
     from tatami.report.ray_runs import draw_timeline
     from tatami.server import RunReport
 
@@ -111,7 +111,7 @@ def _refuse(job: ServerOutputs) -> None:
 
 @contextmanager
 def _context(job: ServerOutputs, settings: RunSettings) -> Iterator[RunContext]:
-    """Where the run takes place; while it does, its progress is shown and its records are written."""
+    """Give the context of the run; inside the block its progress is shown and its records are written."""
     from tatami.records import Records
     from tatami.server import RunContext
 
@@ -169,16 +169,16 @@ _NAME = "tatami_server_script"
 
 
 def read_script(path: Path, *, names: Sequence[str]) -> dict[str, Any]:
-    """Run a script, not as `__main__`, and give what it defines.
+    """Run a script, not as `__main__`, and return the values it defines for `names`.
 
     Raises:
-        InputError: there is no such script, it fails, it ends the process, or it does not define all of `names`.
+        InputError: the script does not exist, fails, ends the process, or does not define all of `names`.
     """
     if not path.is_file():
         raise InputError(f"there is no script {path}")
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        # As __main__ its functions travel to the workers by value; a guarded main part would train a second time.
+        # As __main__ its functions would be pickled by value, and a guarded main part would train a second time.
         defined = runpy.run_path(str(path), run_name=_NAME)
     except SyntaxError as error:
         where = path if error.filename in (None, str(path)) else error.filename
@@ -203,7 +203,7 @@ def read_script(path: Path, *, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _place(path: Path, error: BaseException) -> str:
-    """Where in the script it happened: the last of its lines that were being run."""
+    """Return the place of an error in the script: the last of its lines that were being run."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}, line {lines[-1]}" if lines else str(path)
 
@@ -221,7 +221,7 @@ _LINE_S = 10.0
 
 
 class RunDisplay:
-    """Shows how a run stands; hand `on_round` to `tatami.server.train`, inside a `with` block."""
+    """Shows the status of a run; pass `on_round` to `tatami.server.train`, inside a `with` block."""
 
     def __init__(self, *, stream: TextIO | None = None, clock: Clock | None = None) -> None:
         self._run: RunControl | None = None
@@ -245,7 +245,7 @@ class RunDisplay:
             self._live.stop()
 
     def on_round(self, run: RunControl) -> None:
-        """Called after every round; most are too soon after the one before to be shown."""
+        """Show the round, unless the previous one was shown too recently."""
         self._run = run
         now_s = self._clock.now_s()
         if now_s - self._shown_s >= self._every_s:
@@ -262,7 +262,7 @@ class RunDisplay:
 
 
 def run_table(status: RunStatus) -> Table:
-    """One row of what matters."""
+    """Make a table with one row: the status of the run."""
     table = Table(show_edge=False, pad_edge=False)
     for name in _cells(status):
         table.add_column(name, justify="right")

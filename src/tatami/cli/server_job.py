@@ -1,4 +1,4 @@
-"""What `tatami server` can be asked for, each thing once: the options of its commands, and what the library is told."""
+"""The options of `tatami server`'s commands, and the library's settings made from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Recovery(StrEnum):
-    """The names of the policies."""
+    """The names of the recovery policies."""
 
     FROM_SERVERS = "from-servers"
     CHECKPOINT = "checkpoint"
@@ -28,7 +28,7 @@ class Recovery(StrEnum):
 
 
 class Consistency(StrEnum):
-    """The names of the rules."""
+    """The names of the consistency models."""
 
     BSP = "bsp"
     SSP = "ssp"
@@ -37,7 +37,7 @@ class Consistency(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """What runs on the servers."""
+    """The names of the optimizers that run on the servers."""
 
     SGD = "sgd"
     ADAM = "adam"
@@ -45,49 +45,49 @@ class Optimizer(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOutputs:
-    """Where a run takes place and what it leaves behind: the options that `train` and `resume` share."""
+    """The options that `train` and `resume` share: the place of the run and its output files."""
 
-    address: Annotated[str | None, optional(help="Address of a Ray cluster; this machine if left out.")] = None
-    report: Annotated[Path | None, optional(help="Write a report, however the run ends.")] = None
-    log: Annotated[Path | None, optional(help="Write a JSON line for each round and failure.")] = None
-    tensorboard: Annotated[Path | None, optional(metavar="DIR", help="Write curves for TensorBoard.")] = None
-    output: Annotated[Path | None, optional(help="Write the weights (safetensors).")] = None
+    address: Annotated[str | None, optional(help="Address of a Ray cluster. Default: this machine.")] = None
+    report: Annotated[Path | None, optional(help="Report to write, however the run ends.")] = None
+    log: Annotated[Path | None, optional(help="Log to write: a JSON line for each round and failure.")] = None
+    tensorboard: Annotated[Path | None, optional(metavar="DIR", help="Folder for TensorBoard's curves.")] = None
+    output: Annotated[Path | None, optional(help="File for the weights (safetensors).")] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite these files.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTrainJob(ServerOutputs):
-    """A run as `tatami server train` is asked for it; the options say what each field is."""
+    """The options of `tatami server train`; their help texts describe the fields."""
 
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT.PY", help="Defines model_fn, loss_fn and dataset.")]
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds, each of one batch.")] = 100
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.PY", help="Script that defines model_fn, loss_fn and dataset.")]
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds, each with one batch.")] = 100
     workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 4
     servers: Annotated[int, typer.Option(min=1, help="Number of servers.")] = 2
-    spares: Annotated[int, typer.Option(min=0, help="Number of spare processes.")] = 1
+    spares: Annotated[int, typer.Option(min=0, help="Number of spare workers.")] = 1
     replicas: Annotated[int, typer.Option(min=1, help="Number of servers that hold each parameter.")] = 1
-    min_workers: Annotated[int, typer.Option(min=1, help="Least number of workers; with fewer the run stops.")] = 1
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of samples of a round.")] = 256
-    cluster: Annotated[Path | None, optional(metavar="CLUSTER.TOML", help="Speeds of the workers, for unequal shares.")] = None
+    min_workers: Annotated[int, typer.Option(min=1, help="Minimum number of workers; with fewer the run stops.")] = 1
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of samples in a round.")] = 256
+    cluster: Annotated[Path | None, optional(metavar="CLUSTER.TOML", help="File with the workers' speeds.")] = None
     optimizer: Annotated[Optimizer, typer.Option(help="Optimizer, which runs on the servers.")] = Optimizer.SGD
     lr: Annotated[float | None, optional(callback=finite, help="Learning rate; 0.1 for SGD, 0.001 for Adam.")] = None
     momentum: Annotated[float, typer.Option(callback=finite, help="SGD momentum.")] = 0.0
     clip_norm: Annotated[float | None, optional(callback=finite, help="Clip gradients to this norm.")] = None
-    recovery: Annotated[Recovery, typer.Option(help="Recovery from a worker's death.")] = Recovery.FROM_SERVERS
+    recovery: Annotated[Recovery, typer.Option(help="Recovery policy when a worker dies.")] = Recovery.FROM_SERVERS
     every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints, for --recovery checkpoint.")] = "1"
     consistency: Annotated[Consistency, typer.Option(help="Consistency model of the workers.")] = Consistency.BSP
-    staleness: Annotated[int, typer.Option(min=0, help="Rounds ahead of the slowest, for ssp.")] = 1
-    backups: Annotated[int, typer.Option(min=1, help="Updates of a round that are not waited for, for backup.")] = 1
-    heartbeat: Annotated[float, typer.Option(callback=finite, help="Seconds of silence after which a process is dead.")] = 2.0
+    staleness: Annotated[int, typer.Option(min=0, help="Rounds that a worker may be ahead of the slowest, for ssp.")] = 1
+    backups: Annotated[int, typer.Option(min=1, help="Updates that a round does not wait for, for backup.")] = 1
+    heartbeat: Annotated[float, typer.Option(callback=finite, help="Seconds of silence until a process counts as dead.")] = 2.0
     directory: Annotated[Path | None, optional(help="Folder for checkpoints.")] = None
     save_every: Annotated[int | None, optional(min=1, help="Rounds between checkpoints to resume from.")] = None
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for parameters and batches.")] = 0
 
     def settings(self) -> RunSettings:
-        """What the library is told.
+        """Make the library's settings.
 
         Raises:
-            InputError: invalid numbers, or `every` is neither a number nor "daly".
+            InputError: a number is invalid, or `every` is neither a number nor "daly".
             ClusterError: the cluster file is invalid.
         """
         from tatami.cluster import read_cluster
@@ -129,10 +129,10 @@ class ServerTrainJob(ServerOutputs):
 
 
 def recovery_of(name: Recovery, *, every: str) -> AbstractRecovery:
-    """The policy.
+    """Make the recovery policy of this name.
 
     Raises:
-        InputError: `every`, of checkpoints, is neither a number nor "daly".
+        InputError: `every`, for checkpoints, is neither a number nor "daly".
     """
     from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
@@ -149,8 +149,8 @@ def recovery_of(name: Recovery, *, every: str) -> AbstractRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerResumeJob(ServerOutputs):
-    """A run that goes on, as `tatami server resume` is asked for it."""
+    """The options of `tatami server resume`."""
 
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="The --directory of `tatami server train`.")]
-    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds of the whole run; unchanged if left out.")] = None
-    script: Annotated[Path | None, optional(help="Defines model_fn, loss_fn and dataset, if the script has moved.")] = None
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of the whole run. Default: unchanged.")] = None
+    script: Annotated[Path | None, optional(help="New place of the script, if it has moved.")] = None

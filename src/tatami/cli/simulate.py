@@ -1,4 +1,4 @@
-"""`tatami simulate`: rehearse on machines that you do not have."""
+"""`tatami simulate`: simulate runs on machines that you do not have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_ROWS = 500
 simulate = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Rehearse on simulated machines: what does a round take, what does a death cost?",
+    help="Simulate runs on machines that you do not have: how long a round takes, what a death costs.",
     epilog=EPILOG,
 )
 simulate.command(name="server", epilog=SERVER_EPILOG)(simulate_server)
@@ -36,15 +36,15 @@ simulate.command(name="server", epilog=SERVER_EPILOG)(simulate_server)
 @simulate.command()
 def platform(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A cluster.toml, groups, or SimGrid's XML.", show_default=False)
+        Path | None, typer.Argument(metavar="FILE", help="Cluster file, file of groups, or SimGrid's XML.", show_default=False)
     ] = None,
     *,
-    preset: Annotated[str | None, optional(help="Platform by name, in place of a file.")] = None,
-    nodes: Annotated[int | None, optional(min=1, help="Number of nodes of the preset.")] = None,
+    preset: Annotated[str | None, optional(help="Name of a platform to use instead of a file.")] = None,
+    nodes: Annotated[int | None, optional(min=1, help="Number of nodes in the preset.")] = None,
     latency: Annotated[str | None, optional(help="Latency of one cable of the preset.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print what is understood of a platform: machines, links and backbones."""
+    """Print a platform as it was read: machines, links and backbones."""
     if (preset is None) == (file is None):
         from tatami.sim.platforms import PRESETS
 

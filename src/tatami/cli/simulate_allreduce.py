@@ -1,4 +1,4 @@
-"""`tatami simulate allreduce`: which all-reduce, on which grid, before there is a cluster."""
+"""`tatami simulate allreduce`: compare all-reduces and grids on a cluster that does not exist yet."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ _OF_SOFTWARE = {"message": "message_s", "put": "put_s", "sum": "sum_bytes_per_s"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateAllReduceJob:
-    """What `tatami simulate allreduce` can be asked for; the options say what each field is."""
+    """The options of `tatami simulate allreduce`; their help texts describe the fields."""
 
-    preset: Annotated[str | None, optional(help="Platform by name.")] = None
+    preset: Annotated[str | None, optional(help="Name of a platform.")] = None
     platform: PlatformFile = None
-    nodes: Annotated[int | None, optional(min=1, help="Number of nodes of the preset.")] = None
+    nodes: Annotated[int | None, optional(min=1, help="Number of nodes in the preset.")] = None
     latency: Annotated[str | None, optional(help="Latency of one cable of the preset.")] = None
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Ranks, one on each host.")] = None
-    sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Sizes of each rank's vector of float32.")] = "102 MB"
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks, one a host.")] = None
+    sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Sizes of each rank's float32 vector.")] = "102 MB"
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="As in tatami bench allreduce.")] = "native,torus_put"
     grids: Annotated[
-        str | None, typer.Option(metavar="all|2x128,...", help="M x N of the tori.", show_default="as the library chooses")
+        str | None, typer.Option(metavar="all|2x128,...", help="Grids M x N of the tori.", show_default="the library's choice")
     ] = None
-    across: Annotated[str, typer.Option(help="The all-reduce down the columns of tori.")] = "ring"
-    sync: Annotated[Sync, typer.Option(help="How puts synchronize: fence, pscw or lock.")] = Sync.PSCW
-    native: Annotated[str, typer.Option(help="A native collective: mpich, optimal, ring or whole.")] = "mpich"
-    message: Annotated[str, typer.Option(help="A sender's time for each message.")] = "0 s"
-    put: Annotated[str, typer.Option(help="A sender's time for each put.")] = "0 s"
-    sum_: Annotated[str | None, typer.Option("--sum", help="Rate of adding.", show_default="no time")] = None
+    across: Annotated[str, typer.Option(help="All-reduce in the columns of tori.")] = "ring"
+    sync: Annotated[Sync, typer.Option(help="Synchronization of puts: fence, pscw or lock.")] = Sync.PSCW
+    native: Annotated[str, typer.Option(help="Native collective: mpich, optimal, ring or whole.")] = "mpich"
+    message: Annotated[str, typer.Option(help="Sender's time for each message.")] = "0 s"
+    put: Annotated[str, typer.Option(help="Sender's time for each put.")] = "0 s"
+    sum_: Annotated[str | None, typer.Option("--sum", help="Rate of additions.", show_default="no time")] = None
     sweep: SweepOption = None
     cores: Cores = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times (.png, .pdf, .svg).")] = None
@@ -70,7 +70,7 @@ class SimulateAllReduceJob:
 
 @takes(SimulateAllReduceJob)
 def simulate_allreduce(job: SimulateAllReduceJob) -> None:
-    """Simulate all-reduces, transfer by transfer: over algorithms, grids and sizes."""
+    """Simulate all-reduces, transfer by transfer, for several algorithms, grids and sizes."""
     from tatami.sim.allreduce import Case, Software, replay
     from tatami.sim.processes import Runs
 
@@ -129,7 +129,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
 
 
 def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
-    """What `--json` says of a run."""
+    """Return the `--json` record of a run."""
     return {
         "algorithm": case.algorithm,
         "grid": None if case.grid is None else list(case.grid),
@@ -165,7 +165,7 @@ def _label(case: Case) -> str:
 
 
 def _table(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Replayed]) -> Table:
-    """A row for each way, a column for each size: time, and speed over the first row."""
+    """Make a row for each algorithm and a column for each size: time, and speed relative to the first row."""
     sizes = sorted({case.size_bytes for case in cases})
     times: dict[str, dict[int, float]] = {}
     for label, case, result in zip(labels, cases, results, strict=True):

@@ -1,4 +1,4 @@
-"""`tatami simulate tiling --mtbf`: what repair loses where machines die, against restarts from checkpoints."""
+"""`tatami simulate tiling --mtbf`: compare the time lost by repairs and by restarts from checkpoints when machines die."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ _REPAIR, _RESTART = "repair", "restart"
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What `tatami simulate tiling` can be asked of machines that die; the options say what each field is."""
+    """The options of `tatami simulate tiling` for machines that die; their help texts describe the fields."""
 
     mtbf: Annotated[
         str | None,
-        _lossy(metavar="A,B,...", help="Mean time between failures of a machine: simulate deaths.", show_default=False),
+        _lossy(metavar="A,B,...", help="Mean time between failures of a machine; simulates deaths.", show_default=False),
     ] = None
     machines: Annotated[
-        str | None, _lossy(metavar="N,M,...", help="Number of equal machines, in place of --speeds.", show_default=False)
+        str | None, _lossy(metavar="N,M,...", help="Numbers of equal machines, instead of --speeds.", show_default=False)
     ] = None
-    back: Annotated[str | None, _lossy(help="Time after its death when a machine joins again.", show_default="never")] = None
-    halt: Annotated[str, _lossy(help="Time until all have stopped and formed a group for a repair.")] = "0.3 s"
-    update: Annotated[float, _lossy(callback=finite, help="Part of an iteration in which a death repeats no step.")] = 0.0
+    back: Annotated[str | None, _lossy(help="Time from a machine's death until it joins again.", show_default="never")] = None
+    halt: Annotated[str, _lossy(help="Time until all have stopped and formed a new group in a repair.")] = "0.3 s"
+    update: Annotated[float, _lossy(callback=finite, help="Fraction of an iteration in which a death repeats no step.")] = 0.0
     copies: Annotated[int, _lossy(help="Number of holders of every unit, 1 or 2.")] = 2
-    restart: Annotated[str, _lossy(help="Time of a restart until all train again.")] = "10.4 s"
+    restart: Annotated[str, _lossy(help="Time from a death until all train again in a restart.")] = "10.4 s"
     checkpoint_every: Annotated[int, _lossy(min=1, help="Iterations between the checkpoints of restarts.")] = 100
     checkpoint: Annotated[str, _lossy(help="Time that all wait for each checkpoint of restarts.")] = "0 s"
-    runs: Annotated[int, _lossy(min=1, help="Number of runs of each, with seeds from --seed on.")] = 10
+    runs: Annotated[int, _lossy(min=1, help="Runs of each case, with seeds from --seed on.")] = 10
     seed: Annotated[int, _lossy(help="Random seed of the first run.")] = 0
 
     @property
     def changed(self) -> list[str]:
-        """The options among these that were given another value."""
+        """The options with a value other than their default."""
         names = [each.name for each in fields(LossOptions) if getattr(self, each.name) != each.default]
         return [f"--{name.replace('_', '-')}" for name in names]
 
@@ -67,27 +67,27 @@ class _Case:
 
     @property
     def lost_fraction(self) -> float | None:
-        """The mean over whole runs; None where there is none."""
+        """The mean over completed runs; None if there is none."""
         return statistics.fmean(run.lost_fraction for run in self.whole) if self.whole else None
 
     @property
     def total_s(self) -> float | None:
-        """The mean over whole runs; None where there is none."""
+        """The mean over completed runs; None if there is none."""
         return statistics.fmean(run.total_s for run in self.whole) if self.whole else None
 
     @property
     def whole(self) -> list[LossyRun]:
-        """The runs that did all their steps: of the others no time of the whole run is known."""
+        """The runs that completed all their steps; the total time of the others is not known."""
         return [run for run in self.runs if run.ended is None]
 
 
 def simulate_losses(
     options: LossOptions, *, machines: Cluster | None, workload: Workload, planner: str, iterations: int, as_json: bool
 ) -> list[_Case]:
-    """Rehearse each number of machines with each mean life, repaired and restarted.
+    """Simulate each number of machines with each mean life, with repairs and with restarts.
 
     Args:
-        machines: None for those of `--machines`.
+        machines: the cluster; None: those of `--machines`.
     """
     from tatami.sim.elastic import rehearse_repair, rehearse_restart
 
@@ -110,7 +110,7 @@ def simulate_losses(
 
 
 def losses_record(case: _Case) -> dict[str, Any]:
-    """What `--json` says of runs that differ in nothing but the seed."""
+    """Return the `--json` record of runs that differ only in the seed."""
     return {
         "machines": case.machines,
         "mtbf_s": case.mtbf_s,
@@ -122,7 +122,7 @@ def losses_record(case: _Case) -> dict[str, Any]:
 
 
 def show_losses(cases: Sequence[_Case], *, title: str) -> None:
-    """The table, and why runs ended early."""
+    """Print the table, and why runs ended early."""
     rows = [
         {
             "machines": f"{case.machines:,}",
@@ -140,7 +140,7 @@ def show_losses(cases: Sequence[_Case], *, title: str) -> None:
     ]
     show(table_of(title, rows, texts=("after a death",)))
     if not any(run.deaths for case in cases for run in case.runs):
-        show("no machine died in any of these runs, which are short beside the mean lives: give more --iterations")
+        show("no machine died in any of these runs, which are short compared with the mean lives: give more --iterations")
     for case in cases:
         if ended := next((run for run in case.runs if run.ended is not None), None):
             show(
@@ -149,7 +149,7 @@ def show_losses(cases: Sequence[_Case], *, title: str) -> None:
 
 
 def draw_losses_to(path: Path, cases: Sequence[_Case], *, force: bool) -> None:
-    """The picture: the share of time lost, over mean lives and numbers of machines."""
+    """Draw the fraction of time lost, over mean lives and numbers of machines."""
     points = [
         LossPoint(machines=case.machines, mtbf_s=case.mtbf_s, policy=case.policy, lost_fraction=case.lost_fraction)
         for case in cases
@@ -167,7 +167,7 @@ def _setups(
 
     assert options.mtbf is not None
     if not 0 <= options.update < 1:
-        raise InputError(f"--update must be a share of an iteration from 0 to below 1, not {options.update:g}")
+        raise InputError(f"--update must be a fraction of an iteration from 0 to below 1, not {options.update:g}")
     mtbfs_s = [given("--mtbf", parse_duration, text.strip()) for text in options.mtbf.split(",")]
     clusters = [machines] if machines is not None else [_equal(number) for number in _numbers(options.machines or "")]
     first = LossySetup(
@@ -185,12 +185,12 @@ def _setups(
     )
     setups = [replace(first, cluster=cluster, mtbf_s=mtbf_s) for cluster in clusters for mtbf_s in mtbfs_s]
     for cluster in clusters:
-        first.lay(cluster.processors)  # what has no plan is refused before anything is printed
+        first.lay(cluster.processors)  # machines without a plan are refused before anything is printed
     return setups
 
 
 def _equal(number: int) -> Cluster:
-    """So many machines of speed 1 in a network, one processor on each."""
+    """Make a cluster of `number` machines of speed 1, with one processor each."""
     return Cluster(processors=tuple(Processor(name=f"p{each}", speed=1.0, host=f"h{each}") for each in range(number)))
 
 

@@ -1,4 +1,4 @@
-"""What the commands of `tatami simulate` share: sweeps and platforms."""
+"""Options that the commands of `tatami simulate` share: sweeps and platforms."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 PlatformFile = Annotated[
-    Path | None, optional("--platform", metavar="FILE", help="A cluster.toml, groups with backbones, or SimGrid's XML.")
+    Path | None, optional("--platform", metavar="FILE", help="Cluster file, file of groups with backbones, or SimGrid's XML.")
 ]
-Cores = Annotated[int | None, typer.Option(min=1, help="Number of runs at a time.", show_default="all cores")]
+Cores = Annotated[int | None, typer.Option(min=1, help="Number of parallel runs.", show_default="all cores")]
 SweepOption = Annotated[str | None, optional("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """An option's name, and the values to simulate; one value None where nothing is swept."""
+    """An option's name, and the values to simulate; a single None if nothing is swept."""
 
     name: str
     values: tuple[str | None, ...]
 
     def read(self, parse: Callable[[str], Value], value: str) -> Value:
-        """One of the values, parsed. Raises InputError with the words that were given."""
+        """Parse one of the values. Raises InputError with the text that was given."""
         try:
             return parse(value)
         except ValueError as error:
@@ -40,28 +40,28 @@ class Sweep:
 
 
 def parse_sweep(text: str | None, *, known: Collection[str]) -> Sweep:
-    """The sweep "mtbf=30d,1y,3y".
+    """Parse a sweep such as "mtbf=30d,1y,3y".
 
     Raises:
-        InputError: it has another form, or names an option that cannot be swept: the message lists those that can.
+        InputError: the text has another form, or names an option that cannot be swept; the message lists those that can.
     """
     if text is None:
         return Sweep(name="", values=(None,))
     name, equals, values = text.partition("=")
     listed = tuple(value.strip() for value in values.split(","))
     if name not in known:
-        raise InputError(f"--sweep: there is no {name!r} to be swept; there are: {', '.join(sorted(known))}")
+        raise InputError(f"--sweep: {name!r} cannot be swept; choose one of: {', '.join(sorted(known))}")
     if not equals or not all(listed):
-        raise InputError(f"--sweep is NAME=A,B,..., as mtbf=30d,1y,3y; not {text!r}")
+        raise InputError(f"--sweep is NAME=A,B,..., such as mtbf=30d,1y,3y; not {text!r}")
     return Sweep(name=name, values=listed)
 
 
 def chosen_platform(preset: str | None, file: Path | None, *, nodes: int | None, latency_s: float | None) -> AbstractPlatform:
-    """The platform of `--preset` or of `--platform`.
+    """Return the platform of `--preset` or `--platform`.
 
     Raises:
-        InputError: neither was given, or both, or the preset is unknown.
-        ClusterError: the file describes none.
+        InputError: neither or both were given, or the preset is unknown.
+        ClusterError: the file does not describe a platform.
     """
     from tatami.sim.platforms import PRESETS, read_platform
     from tatami.sim.platforms import preset as named

@@ -1,4 +1,4 @@
-"""`tatami simulate server`: what a round takes and what a death costs, under each recovery."""
+"""`tatami simulate server`: simulate the time of a round and the cost of a death, under each recovery."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOST_RUNS = 100_000
 
 
 class Resume(StrEnum):
-    """What a spare does of a dead worker's task."""
+    """The part of a dead worker's task that a spare does."""
 
     CONTINUE = "continue"
     RESTART = "restart"
@@ -60,37 +60,37 @@ _SWEPT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "store": ("", int),
     "workers": ("", int),
 }
-"""What can be swept: the field of `ServerSetup`, "" where it is none, and how a value is read."""
+"""Options that can be swept: the field of `ServerSetup` ("" if it is not a field), and the parser of its values."""
 _FIELDS = frozenset(name for name, (field, _) in _SWEPT.items() if field)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateServerJob:
-    """What `tatami simulate server` can be asked for; the options say what each field is."""
+    """The options of `tatami simulate server`; their help texts describe the fields."""
 
-    preset: Annotated[str | None, optional(help="Platform by name.")] = None
+    preset: Annotated[str | None, optional(help="Name of a platform.")] = None
     platform: PlatformFile = None
     workers: Annotated[int | None, typer.Option(min=1, help="Number of workers.", show_default="all but the servers")] = None
-    servers: Annotated[int, typer.Option(min=1, help="Number of servers: the last hosts (with --platform).")] = 1
+    servers: Annotated[int, typer.Option(min=1, help="Number of servers; with --platform the last hosts.")] = 1
     recovery: Annotated[str, typer.Option(metavar="A,B,...", help="Recovery policies.")] = "checkpoint,servers,ignore"
     every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints.")] = "1"
     checkpoint_waits: Annotated[
-        bool, typer.Option("--checkpoint-waits", help="The next round begins when the checkpoint is written.")
+        bool, typer.Option("--checkpoint-waits", help="Begin the next round only when the checkpoint is written.")
     ] = False
     checkpoint: Annotated[str, typer.Option(help="Size of a worker's checkpoint.")] = "8 GB"
     store: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Keep checkpoints on N of the servers' machines, for all, not in each node.")
+        int, typer.Option(min=0, metavar="N", help="Keep all checkpoints on N of the servers' machines, not on each node.")
     ] = 0
-    runs: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Runs of each recovery, each with a seed of its own.")] = 10
+    runs: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Runs of each recovery, each with its own seed.")] = 10
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each run.")] = 200
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed of the first run.")] = 0
     resume: Annotated[
-        Resume | None, typer.Option(help="A spare does the rest of a task, or all.", show_default="restart; preset: continue")
+        Resume | None, typer.Option(help="A spare continues a task, or restarts it.", show_default="restart; preset: continue")
     ] = None
     task: Annotated[
         float, typer.Option(callback=finite, help="Work of one worker in a round, in the unit of the platform's speeds.")
     ] = 100.0
-    model: Annotated[str, typer.Option(help="Size of what a worker pulls and pushes in a round.")] = "1 GB"
+    model: Annotated[str, typer.Option(help="Bytes that a worker pulls, and pushes, in a round.")] = "1 GB"
     mtbf: Annotated[str, typer.Option(help="Mean time between a worker's failures.")] = "3y"
     server_mtbf: Annotated[str | None, typer.Option(help="Mean time between a server's failures.", show_default="never")] = None
     link_mtbf: Annotated[str | None, typer.Option(help="Mean time between failures of a link.", show_default="never")] = None
@@ -105,7 +105,7 @@ class SimulateServerJob:
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False
 
     def setup(self, swept_to: Mapping[str, Any]) -> ServerSetup:
-        """What is simulated, without the recovery; `swept_to` has the value of the swept option, if any."""
+        """Make the setup to simulate, without the recovery; `swept_to` has the value of the swept option, if any."""
         base = _machines(
             self.preset, self.platform, workers=swept_to.get("workers", self.workers), servers=self.servers, rounds=self.rounds
         )
@@ -135,7 +135,7 @@ class SimulateServerJob:
 
 @takes(SimulateServerJob)
 def simulate_server(job: SimulateServerJob) -> None:
-    """Simulate training on parameter servers, and what the deaths of workers cost under each recovery."""
+    """Simulate training on parameter servers, and the cost of workers' deaths under each recovery."""
     from tatami.sim.processes import Runs
     from tatami.sim.server import simulate_server as simulated
 
@@ -177,20 +177,20 @@ def simulate_server(job: SimulateServerJob) -> None:
 
 
 def run_record(run: ServerRun) -> dict[str, Any]:
-    """What `--json` says of a run."""
+    """Return the `--json` record of a run."""
     return {**asdict(run), "failures": run.num_failures, "lost_per_failure_s": run.lost_per_failure_s}
 
 
 def _policy(name: str, *, every: str) -> AbstractRecovery:
-    """The recovery policy of this name; `servers` is short for one of them."""
+    """Return the recovery policy of this name; `servers` is short for `from-servers`."""
     known = {"servers": Recovery.FROM_SERVERS, **{each.value: each for each in Recovery}}
     if name not in known:
-        raise InputError(f"there is no recovery {name!r}; there are: checkpoint, servers, ignore")
+        raise InputError(f"there is no recovery {name!r}; choose one of: checkpoint, servers, ignore")
     return recovery_of(known[name], every=every)
 
 
 def _machines(preset: str | None, platform: Path | None, *, workers: int | None, servers: int, rounds: int) -> ServerSetup:
-    """Who works and who serves."""
+    """Choose the hosts of the workers and of the servers."""
     from tatami.sim.server import ServerSetup, paper_setup
 
     if workers is not None and workers < 1:
@@ -209,7 +209,7 @@ def _machines(preset: str | None, platform: Path | None, *, workers: int | None,
 
 
 def _with_store(setup: ServerSetup, num_hosts: int, *, waits: bool, size_bytes: float) -> ServerSetup:
-    """Checkpoints in each node, or on the last of the servers' machines, which then serve no parameters."""
+    """Keep checkpoints on each node, or on the last of the servers' machines, which then hold no parameters."""
     if not 0 <= num_hosts < len(setup.servers):
         raise InputError(
             f"of {len(setup.servers)} servers' machines at most {len(setup.servers) - 1} can be a store, not {num_hosts}"
@@ -233,7 +233,7 @@ def _table(labels: list[str], found: list[list[ServerRun]]) -> Table:
                 "mean": f"{statistics.fmean(totals):,.1f} s",
                 "deviation": f"{statistics.pstdev(totals):,.1f} s",
                 "failures": f"{failures / len(runs):.2f}",
-                "lost a failure": f"{lost_s / failures:+.2f} s" if failures and not stopped else "",
+                "lost per failure": f"{lost_s / failures:+.2f} s" if failures and not stopped else "",
                 "lost updates": f"{sum(run.lost_updates for run in runs) / len(runs):.2f}",
                 "stopped": str(stopped) if stopped else "",
             }

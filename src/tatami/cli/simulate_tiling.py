@@ -1,4 +1,4 @@
-"""`tatami simulate tiling`: what a tiling and re-tiling gain, on machines that you do not have."""
+"""`tatami simulate tiling`: simulate tilings and re-tiling on machines that you do not have."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ _SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "sam
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateTilingJob(LossOptions, NetworkOptions):
-    """What `tatami simulate tiling` can be asked for; the options say what each field is."""
+    """The options of `tatami simulate tiling`; their help texts describe the fields."""
 
     cluster: Annotated[
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
     ] = None
-    speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds, instead of a file.")] = None
     planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners to simulate.")] = DEFAULT_PLANNER
     iterations: Annotated[int, typer.Option(min=1, help="Number of iterations.")] = 20
     stages: Annotated[int | None, optional(min=1, help="Pipeline stages of a GPT (--model gpt); 1: none.")] = None
-    micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches of every replica.")] = None
+    micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
     slow: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
+        typer.Option(metavar="NAME:F@WHEN", help="Slow a processor F times from iteration:N, or a time (2s); may be repeated."),
     ] = None
     trace: Annotated[
         str | None,
         optional(
             metavar="FILE|drawn[:SEED]",
-            help="Slowdowns from a CSV file (when,processor,slower: iteration:30,p0,2; 1 ends one), or drawn.",
+            help="Slowdowns from a CSV file (when,processor,slower: iteration:30,p0,2; 1 ends one), or random ones.",
         ),
     ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
-    every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, which checks every N iterations.")] = None
-    unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False
+    every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, with a check every N iterations.")] = None
+    unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds, as if the speeds were unknown.")] = False
     sweep: SweepOption = None
     cores: Cores = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None
@@ -79,15 +79,15 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
 
 @takes(SimulateTilingJob)
 def simulate_tiling(job: SimulateTilingJob) -> None:
-    """Simulate the iterations of a tiled network, with speeds that change, and with the re-tiling that answers.
+    """Simulate the iterations of a tiled network with changing speeds, with or without re-tiling.
 
-    With --mtbf machines die, and may join again: what repair loses, against restarts from checkpoints.
+    With --mtbf machines die, and may join again, and the time lost by repairs and by restarts from checkpoints is compared.
     """
     if job.mtbf is not None:
         _simulate_losses(job)
         return
     if job.changed:
-        raise InputError(f"{job.changed[0]} is for runs whose machines die: give --mtbf too, their mean life")
+        raise InputError(f"{job.changed[0]} is for runs whose machines die: also give --mtbf, their mean life")
     from tatami.sim.platforms import ClusterPlatform
     from tatami.sim.processes import Runs
     from tatami.sim.tiling import StagedJob, TilingJob
@@ -190,13 +190,13 @@ def _workload(job: SimulateTilingJob, machines: Cluster | None, *, samples: int)
 
 
 def _layout(job: SimulateTilingJob, planner: str, *, cluster: Cluster, workload: Workload) -> Layout | StagedLayout:
-    """The planner's layout; that of least predicted time may have stages, as in a run."""
+    """Return the planner's layout; the one with the least predicted time may have stages, as in a run."""
     if planner != DEFAULT_PLANNER and (job.stages or 1) > 1:
         raise InputError(f"--stages are laid out by the least predicted time: leave out --planner {shortened(planner)}")
     if (job.stages or 1) > 1 and not workload.pieces:
-        raise InputError("--stages share out the layers of a GPT: give --model gpt with --layers, --width, ...")
+        raise InputError("--stages divide the layers of a GPT: give --model gpt with --layers, --width, ...")
     if (job.stages or 1) > 1 and job.every is not None:
-        raise InputError("with --stages, --retile looks at every iteration: leave out --every")
+        raise InputError("with --stages, --retile checks every iteration: leave out --every")
     staged = None
     if planner == DEFAULT_PLANNER and workload.pieces and job.stages != 1 and job.every is None and job.trace is None:
         staged = plan_stages(cluster, workload, stages=job.stages)
@@ -254,7 +254,7 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
 
 
 def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
-    """What `--json` says of a run."""
+    """Return the `--json` record of a run."""
     return {
         "planner": label,
         "total_s": run.total_s,
@@ -279,7 +279,7 @@ def _machines(file: Path | None, speeds: str | None) -> Cluster:
 
 
 def _change(text: str) -> Change:
-    """p0:3@iteration:30, or p0:3@2s."""
+    """Parse p0:3@iteration:30, or p0:3@2s."""
     from tatami.sim.tiling import change_at
 
     name, colon, rest = text.partition(":")
@@ -289,11 +289,11 @@ def _change(text: str) -> Change:
             raise ValueError(text)
         return change_at(when, processor=name, slower=float(factor))
     except ValueError as error:
-        raise InputError(f"--slow is NAME:FACTOR@iteration:N or NAME:FACTOR@TIME, as p0:3@2s; not {text!r} ({error})") from None
+        raise InputError(f"--slow is NAME:FACTOR@iteration:N or NAME:FACTOR@TIME: p0:3@2s; not {text!r} ({error})") from None
 
 
 def _trace(given: str | None, machines: Cluster, *, iterations: int) -> tuple[Change, ...]:
-    """FILE, drawn, or drawn:SEED."""
+    """Parse FILE, drawn, or drawn:SEED."""
     from tatami.sim.tiling import draw_trace, read_trace
 
     if given is None:
@@ -302,7 +302,7 @@ def _trace(given: str | None, machines: Cluster, *, iterations: int) -> tuple[Ch
     if kind != "drawn":
         return read_trace(Path(given))
     if seed and not seed.isdigit():
-        raise InputError(f"--trace drawn:SEED wants a whole number >= 0, as drawn:7; not {given!r}")
+        raise InputError(f"--trace drawn:SEED needs a whole number >= 0, such as drawn:7; not {given!r}")
     return draw_trace(list(machines.by_name), iterations=iterations, seed=int(seed or 0))
 
 

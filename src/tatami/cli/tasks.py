@@ -1,4 +1,4 @@
-"""What a training job trains on what: the data, the network and the loss."""
+"""The task of a training job: the data, the network and the loss."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOSSES = ("mse", "squared-error", "cross-entropy")
 DEFAULT_NETS = {"digits": "64-80-10", "nettalk": "203-80-26"}
 DEFAULT_LOSSES = {"digits": "cross-entropy", "nettalk": "mse"}
 NETTALK_SAMPLES = 1024
-"""The classic experiment draws so many of the 146,934 letters."""
+"""Number of letters, out of 146,934, that the classic experiment draws."""
 TEXT_SAMPLES = 2048
-"""Sequences, of which a small GPT sees all in some seconds."""
+"""Number of sequences of a text; a small GPT sees all of them in some seconds."""
 
 _MODELS_OF = {
     "net": (),
@@ -38,24 +38,24 @@ _MODELS_OF = {
     "heads": ("gpt",),
     "tokens": ("gpt",),
 }
-"""The models that an option is for, where a model is given."""
+"""The models that each option applies to, if a model is given."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """What a job asks for, with the defaults that belong to it.
+    """The task of a job, with its defaults.
 
     Attributes:
-        data: name of the data.
-        train: what is trained on.
-        test: the samples of the accuracy; the training samples where none are held out.
-        net: the network in words: sizes of the layers, or the model with its sizes.
-        asked: the option that asks for it.
-        make: the plain network; its weights come from torch's random state.
-        loss, loss_name: the latter one of `LOSSES`.
-        lr: the default of Adam's.
+        data: the name of the data.
+        train: the training samples.
+        test: the samples for the accuracy; the training samples if none are held out.
+        net: a description of the network: layer sizes, or the model with its sizes.
+        asked: the option that selects it.
+        make: makes the plain network; its weights come from torch's random state.
+        loss, loss_name: the loss, and its name in `LOSSES`.
+        lr: the default learning rate of Adam.
         batch_size: the default; None for all samples.
-        is_perceptron: whether its workload follows from `net`; a sample shows that of any other network.
+        is_perceptron: whether its workload follows from `net`; for any other network a sample is needed.
     """
 
     data: str
@@ -72,18 +72,19 @@ class Task:
 
 
 def task_of(job: TrainJob) -> Task:
-    """
+    """Make the task of a job.
+
     Raises:
-        InputError: no such model, data or loss, an option of another model, or sizes that do not fit each other; one of its
-            kinds for a file.
-        MissingExtraError: the data set comes with a package that is not installed.
+        InputError: an unknown model, data set or loss, an option of another model, or sizes that do not match; one of its
+            subclasses for a file.
+        MissingExtraError: the data set needs a package that is not installed.
     """
     if job.model is not None:
         check_choice("model", job.model, MODELS)
     for option, models in _MODELS_OF.items():
         allowed = job.model in models or (job.model is None and (option == "net" or "mlp" in models))
         if getattr(job, option) is not None and not allowed:
-            fits = f"is of --model {' or '.join(models)}" if models else "is a perceptron, the model where none is given"
+            fits = f"is for --model {' or '.join(models)}" if models else "is a perceptron, the model if none is given"
             given = "there is no --model" if job.model is None else f"--model {job.model} was given"
             raise InputError(f"--{option} {fits}, but {given}; leave one of them out")
     if job.model == "gpt":
@@ -92,7 +93,8 @@ def task_of(job: TrainJob) -> Task:
 
 
 def check_choice(what: str, value: str, choices: Iterable[str]) -> None:
-    """
+    """Check that a value is one of the choices.
+
     Raises:
         InputError: `value` is not among `choices`.
     """
@@ -124,7 +126,7 @@ def _gpt(job: TrainJob) -> Task:
 
 def _cnn(job: TrainJob) -> Task:
     if job.data not in (None, "digits"):
-        raise InputError(f"--model cnn looks at the images of digits, not at --data {shortened(job.data)}; leave --data out")
+        raise InputError(f"--model cnn trains on the images of digits, not on --data {shortened(job.data)}; leave --data out")
     layers, width = job.layers or 2, job.width or 16
     train, test = _parts(load("digits", samples=job.samples, seed=job.seed, targets="classes"), job, fraction=0.2)
     return Task(
@@ -170,14 +172,14 @@ def _perceptron(job: TrainJob) -> Task:
 
 
 def _parts(dataset: Dataset, job: TrainJob, *, fraction: float) -> tuple[Dataset, Dataset]:
-    """What is trained on, and what is tested with."""
+    """Split the data into training and test samples."""
     if job.test_fraction is not None:
         fraction = job.test_fraction
     return dataset.split(test_fraction=fraction, seed=job.seed) if fraction else (dataset, dataset)
 
 
 def perceptron(sizes: Sequence[int], *, scores: bool) -> nn.Module:
-    """Linear layers with sigmoids between them, and after the last one too unless the loss takes `scores`."""
+    """Make linear layers with sigmoids between them, and after the last one too unless the loss takes `scores`."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.Sigmoid()]
@@ -185,7 +187,7 @@ def perceptron(sizes: Sequence[int], *, scores: bool) -> nn.Module:
 
 
 def digits_cnn(*, layers: int, width: int) -> nn.Module:
-    """For digits `(samples, 64)`: a convolution, `layers` residual layers of `width` channels, and a linear layer."""
+    """Make a CNN for digits `(samples, 64)`: a convolution, `layers` residual layers of `width` channels, a linear layer."""
     return nn.Sequential(
         nn.Unflatten(1, (1, SIDE, SIDE)),
         nn.Conv2d(1, width, 3, padding=1, bias=False),
@@ -199,7 +201,7 @@ def digits_cnn(*, layers: int, width: int) -> nn.Module:
 
 
 class ResidualLayer(nn.Module):
-    """Two convolutions with batch normalization, which are split over the channels between them, and a way around them."""
+    """Two convolutions with batch normalization, split over the channels between them, and a skip connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ class ResidualLayer(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Every token looks at itself and at those before it. `(samples, tokens, width)` to the same."""
+    """Causal self-attention, from `(samples, tokens, width)` to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ class CausalAttention(nn.Module):
 
 
 class GptLayer(nn.Module):
-    """Attention and a perceptron, each of a norm of its input, to which it is added."""
+    """Attention and a perceptron, each applied to a norm of its input and added to it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -244,7 +246,7 @@ class GptLayer(nn.Module):
 
 
 class CharacterGpt(nn.Module):
-    """From characters `(samples, tokens)` the logits of those that follow, `(samples, tokens, characters)`."""
+    """Maps characters `(samples, tokens)` to the logits of the next ones, `(samples, tokens, characters)`."""
 
     def __init__(self, *, characters: int, layers: int, width: int, heads: int, tokens: int) -> None:
         super().__init__()
@@ -261,7 +263,7 @@ class CharacterGpt(nn.Module):
 class NextTokenLoss(nn.CrossEntropyLoss):
     """The cross-entropy of logits `(samples, tokens, characters)` and targets `(samples, tokens)`, over all tokens.
 
-    The characters stay the last axis, so that the ranks of a replica need not gather logits that are split over them.
+    Characters remain the last axis, so that the ranks of a replica need not gather logits that are split over them.
     """
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the command line shows, and where: results on stdout, everything about them on stderr."""
+"""Output of the command line: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ RANK_TERMINAL_VARIABLE = "TATAMI_TERMINAL"
 
 
 def show(*parts: str | Text | Table) -> None:
-    """Results for people, on stdout."""
+    """Print results for people, on stdout."""
     console = _console(sys.stdout)
     for part in parts:
         if isinstance(part, Table):
             _show_table(console, part)
         else:
-            # Soft: a terminal breaks a long line where it ends, and what is copied or piped stays one line.
+            # Soft wrapping: a terminal breaks long lines at its edge, but copied or piped text stays on one line.
             console.print(part if isinstance(part, Text) else Text(part), soft_wrap=True)
 
 
 def show_json(value: Any) -> None:
-    """A result for programs: one line of JSON on stdout."""
+    """Print a result for programs: one line of JSON on stdout."""
     print(json.dumps(value), flush=True)
 
 
 def tell(message: str, *, style: str = "") -> None:
-    """What happens, on stderr."""
+    """Print a message about progress or events, on stderr."""
     console = _console(sys.stderr)
     with console.capture() as line:
         console.print(Text(message, style=style), soft_wrap=True)
@@ -46,27 +46,27 @@ def tell(message: str, *, style: str = "") -> None:
 
 
 def width() -> int:
-    """Characters of a line of the terminal, at most 120: pictures in characters do not get better by being wider."""
+    """Return the width of the terminal in characters, at most 120, because wider character pictures are not better."""
     return min(120, _console(sys.stdout).width)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether what is written to `stream` appears on a terminal, directly or through a launcher."""
+    """Whether output to `stream` appears on a terminal, directly or through a launcher."""
     return stream.isatty() or RANK_TERMINAL_VARIABLE in os.environ
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """What ranks started from here must be told about the terminal: they write to pipes."""
+    """Return environment variables that describe the terminal to ranks, which write to pipes."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return {}
     columns = str(_console(sys.stdout).width)
-    # The last three are rich's own: for everything that draws with it on the ranks, such as the progress bar.
+    # The last three belong to rich, for everything that uses it on the ranks, such as the progress bar.
     return {RANK_TERMINAL_VARIABLE: columns, "COLUMNS": columns, "FORCE_COLOR": "1", "TTY_INTERACTIVE": "1"}
 
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """Warnings as one line each on stderr, without the source line that raised them."""
+    """Print each warning as one line on stderr, without the source line that raised it."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
@@ -85,7 +85,7 @@ def _show_warning(
 
 
 def _show_table(console: Console, table: Table) -> None:
-    """As rich where it fits, else as plain text: a table that is cut cannot be read."""
+    """Print a table with rich where it fits, otherwise as plain text, because a truncated table cannot be read."""
     rich_table = table.to_rich()
     rich_table.show_edge = False
     if console.measure(rich_table, options=console.options.update(max_width=1000)).maximum <= console.width:

@@ -1,4 +1,4 @@
-"""`tatami train`: one network on ranks that are not alike."""
+"""`tatami train`: train one network on unequal ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ EPILOG = epilog(
 
 @takes(TrainJob)
 def train(job: TrainJob) -> None:
-    """Train one network on ranks that are not alike, each with a tile sized to its speed.
+    """Train one network on unequal ranks, each with a tile in proportion to its speed.
 
-    The result is that of one machine, up to rounding, for every tiling. --speeds says what the planner assumes about the
-    machines; --emulate also makes the ranks that slow. Everything is checked before anything is started or written.
+    The result equals that of one machine, up to rounding, for every tiling. --speeds gives the speeds that the planner assumes;
+    --emulate also slows the ranks to them. Everything is checked before anything is started or written.
     """
     from tatami.cli.ranks import check_backend, num_started, on_ranks
     from tatami.cli.training_job import check_outputs, prepare

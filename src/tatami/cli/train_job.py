@@ -1,4 +1,4 @@
-"""What `tatami train` can be asked for, each thing once: the options of the command, and the settings that the records keep."""
+"""The options of `tatami train`, which are also the settings that the records keep."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from tatami.inputs import LARGEST_SEED
 from tatami.tiling import DEFAULT_PLANNER
 
 _data, _model, _ranks, _training, _outputs = (
-    partial(typer.Option, rich_help_panel=panel)
-    for panel in ("The task", "A model", "The ranks", "Training", "What it leaves behind")
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Task", "Model", "Ranks", "Training", "Outputs")
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """A training job as it was asked for; the options say what each field is. None: the default, which may depend on others.
+    """The options of a training job; their help texts describe the fields. None: the default, which may depend on others.
 
     Attributes:
-        shifts: train on every digit moved by a pixel each way too; the demo does, for five times the work. No option.
+        shifts: also train on every digit shifted by a pixel each way, as the demo does: five times the work. Not an option.
     """
 
-    data: Annotated[str | None, _data(metavar="NAME", help="Dataset: digits or nettalk; with gpt a text.")] = None
+    data: Annotated[str | None, _data(metavar="NAME", help="Data set: digits or nettalk; gpt uses a text.")] = None
     nettalk: Annotated[Path | None, _data(metavar="FILE", help="The NETtalk corpus, for --data nettalk.")] = None
     samples: Annotated[
         int | None,
-        _data(min=1, metavar="N", help="Samples to draw. Default: all digits, 1024 letters, 2048 sequences of a text."),
+        _data(min=1, metavar="N", help="Number of samples. Default: all digits, 1024 letters, 2048 sequences of a text."),
     ] = None
     test_fraction: Annotated[
         float | None,
@@ -40,7 +39,7 @@ class TrainJob:
             min=0.0,
             max=0.9,
             metavar="SHARE",
-            help="Fraction held out; with 0, accuracy is measured on the training data. Default: 0.2, of nettalk 0.",
+            help="Fraction held out; with 0, accuracy is measured on the training data. Default: 0.2, nettalk 0.",
         ),
     ] = None
     shifts: bool = False
@@ -51,7 +50,7 @@ class TrainJob:
         str | None,
         _model(
             metavar="NAME",
-            help="In place of --net: gpt learns the characters of a text, cnn sees digits as images, mlp is --net's default.",
+            help="Model instead of --net: gpt learns the characters of a text, cnn digits as images, mlp is --net's default.",
         ),
     ] = None
     text: Annotated[Path | None, _model(metavar="FILE", help="Text for gpt. Default: Python's own language reference.")] = None
@@ -63,76 +62,81 @@ class TrainJob:
     tokens: Annotated[int | None, _model(min=1, max=100_000, metavar="N", help="Characters of a sequence. Default: 32.")] = None
     ranks: Annotated[
         int | None,
-        _ranks("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Ranks. Default: one for each speed, else 1."),
+        _ranks("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="Number of ranks. Default: one for each speed, or 1."),
     ] = None
     speeds: Annotated[
         str | None,
         _ranks(
             metavar="1,1,0.5",
-            help="Relative speeds of the machines, in the order of the ranks; measured if left out.",
+            help="Relative speeds of the machines, in the order of the ranks. Default: measured.",
         ),
     ] = None
-    cluster: Annotated[Path | None, _ranks(metavar="FILE", help="A cluster.toml, in place of --speeds.")] = None
+    cluster: Annotated[Path | None, _ranks(metavar="FILE", help="Cluster file, instead of --speeds.")] = None
     emulate: Annotated[
-        bool, _ranks("--emulate", help="Also slow the ranks to the given speeds, to emulate several unequal machines on one.")
+        bool, _ranks("--emulate", help="Also slow the ranks to the given speeds, to emulate unequal machines on one.")
     ] = False
     method: Annotated[
         str,
         _ranks(
             metavar="NAME",
             help="Planner: timed (the least predicted time), even, grid, grid-rev, srpm, srpm-merged, "
-            "weighted; or drpm, which starts evenly and learns the speeds while training.",
+            "weighted; or drpm, which starts with equal tiles and learns the speeds during training.",
         ),
     ] = DEFAULT_PLANNER
     wire: Annotated[
         str | None,
-        _ranks(metavar="NAME", help="bfloat16 or float16: round what is sent between ranks to half the bytes. Default: exact."),
+        _ranks(metavar="NAME", help="Round messages between ranks to bfloat16 or float16, half the bytes. Default: exact."),
     ] = None
     stages: Annotated[
         int | None,
         _ranks(min=1, metavar="N", help="Number of pipeline stages; 1: none. Default: the number predicted to be fastest."),
     ] = None
     micro_batches: Annotated[
-        int | None, _ranks(min=1, metavar="N", help="Micro-batches of every replica. Default: as planned.")
+        int | None, _ranks(min=1, metavar="N", help="Number of micro-batches in every replica. Default: as planned.")
     ] = None
-    retile: Annotated[bool, _ranks("--retile", help="Re-tile while training as the speeds of ranks change.")] = False
+    retile: Annotated[bool, _ranks("--retile", help="Re-tile during training when the speeds of ranks change.")] = False
     retile_every: Annotated[
         int | None,
-        _ranks(min=1, metavar="N", help="Re-tile by DRPM, which checks the balance every N iterations, in place of what pays."),
+        _ranks(min=1, metavar="N", help="Re-tile by DRPM, with a check every N iterations, instead of when it pays."),
     ] = None
-    hosts: Annotated[str | None, _ranks(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None
+    hosts: Annotated[str | None, _ranks(metavar="A:4,B:4", help="Machines to start ranks on. Default: this one.")] = None
     device: Annotated[str, _ranks(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu"
     backend: Annotated[
         str | None,
-        _ranks(metavar="NAME", help="Backend: mpi, tcp, threads or single. Default: as started, else mpi."),
+        _ranks(metavar="NAME", help="Backend: mpi, tcp, threads or single. Default: the launcher's, otherwise mpi."),
     ] = None
     optimizer: Annotated[str, _training(metavar="NAME", help="Optimizer: adam, adamw or sgd.")] = "adam"
     lr: Annotated[
-        float | None, _training(callback=finite, min=0.0, metavar="RATE", help="Learning rate: 0.01, gpt 0.003, sgd 0.5.")
+        float | None,
+        _training(callback=finite, min=0.0, metavar="RATE", help="Learning rate. Default: 0.01, gpt 0.003, sgd 0.5."),
     ] = None
-    momentum: Annotated[float | None, _training(callback=finite, min=0.0, metavar="SHARE", help="SGD momentum (0).")] = None
+    momentum: Annotated[
+        float | None, _training(callback=finite, min=0.0, metavar="SHARE", help="SGD momentum. Default: 0.")
+    ] = None
     loss: Annotated[
         str | None,
         _training(
             metavar="NAME",
-            help="Loss: cross-entropy, mse, or squared-error (the paper's sum). Default: cross-entropy, for nettalk mse.",
+            help="Loss: cross-entropy, mse, or squared-error (the paper's sum). Default: cross-entropy, nettalk mse.",
         ),
     ] = None
     batch_size: Annotated[
-        int | None, _training(min=1, metavar="N", help="Global batch. Default: all samples, as in the paper; gpt 16, cnn 64.")
+        int | None, _training(min=1, metavar="N", help="Global batch size. Default: all samples; gpt 16, cnn 64.")
     ] = None
     epochs: Annotated[int | None, _training(min=1, metavar="N", help="Stop after N epochs.")] = None
     iterations: Annotated[
-        int | None, _training(min=1, metavar="N", help="Stop after N iterations. Default: 200, without other limits.")
+        int | None, _training(min=1, metavar="N", help="Stop after N iterations. Default: 200 if there is no other limit.")
     ] = None
     stop_below: Annotated[
-        float | None, _training(callback=finite, metavar="LOSS", help="Stop when an iteration's loss is below this.")
+        float | None, _training(callback=finite, metavar="LOSS", help="Stop when the loss of an iteration is below LOSS.")
     ] = None
     seed: Annotated[int, _training(min=0, max=LARGEST_SEED, metavar="N", help="Seed for weights, sampling and shuffling.")] = 0
     load: Annotated[Path | None, _training(metavar="FILE", help="Start from these weights (.safetensors).")] = None
-    save: Annotated[Path | None, _outputs(metavar="FILE", help="Write the plain network's state dict (.safetensors).")] = None
-    log: Annotated[Path | None, _outputs(metavar="FILE", help="Write losses and checks as JSON lines.")] = None
-    tensorboard: Annotated[Path | None, _outputs(metavar="DIR", help="Write event files for TensorBoard.")] = None
+    save: Annotated[Path | None, _outputs(metavar="FILE", help="File for the plain network's state dict (.safetensors).")] = (
+        None
+    )
+    log: Annotated[Path | None, _outputs(metavar="FILE", help="Log of losses and checks, as JSON lines.")] = None
+    tensorboard: Annotated[Path | None, _outputs(metavar="DIR", help="Folder for TensorBoard's event files.")] = None
     plot: Annotated[
         Path | None, _outputs(metavar="FILE", help="Draw the time per iteration, with the re-mappings (.png, .pdf, .svg).")
     ] = None
@@ -140,6 +144,6 @@ class TrainJob:
     as_json: Annotated[bool, _outputs("--json", help="Print one JSON record.")] = False
 
     def record(self) -> dict[str, Any]:
-        """What was asked for, as JSON keeps it; what was left out is not in it."""
+        """Return the given options, for JSON; options that were not given are left out."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""One rank of a training job, what it found out, and how that is shown."""
+"""Runs a training job on one rank, and shows its outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tatami.train import Callback, History, Metric, Trainer, tile
 from tatami.units import format_duration
 
 STEADY = 20
-"""The time of an iteration is the median of so many last ones: after the first, slow ones, and after re-mappings."""
+"""Number of last iterations whose median time is reported, to exclude the first, slow ones and those before re-mappings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class TrainingOutcome:
     """The results of a run; the same on every rank except `iteration_s`, which is rank 0's.
 
     Attributes:
-        history: every iteration.
-        loss: over all training samples, after the last update.
-        accuracy: of the test samples, by name.
+        history: the history of all iterations.
+        loss: the loss over all training samples, after the last update.
+        accuracy: the accuracies on the test samples, by name.
         first: the tiling at the start.
         tiling: the tiling at the end; with pipeline stages, that of the stage of rank 0.
-        stages: who computes which pieces; None where there are no pipeline stages.
-        speeds: of the processors, as last known.
-        iteration_s: the median of the last `STEADY` iterations.
-        batch_size: of the global batch.
+        stages: which rank computes which pieces; None without pipeline stages.
+        speeds: the last known speeds of the processors.
+        iteration_s: the median time of the last `STEADY` iterations.
+        batch_size: the global batch size.
     """
 
     history: History
@@ -72,7 +72,7 @@ class TrainingOutcome:
         return self.batch_size / self.iteration_s
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the outcome for JSON."""
         return {
             "loss": self.loss,
             "accuracy": self.accuracy,
@@ -102,7 +102,7 @@ def train(
     """Train as the job says. Collective.
 
     Raises:
-        NotFiniteError: the loss became NaN or infinite; the last good state was saved beside the file to save to.
+        NotFiniteError: the loss became NaN or infinite; the last good state was saved next to the output file.
     """
     job = prepared.job
     pace: Pace = NO_PACE
@@ -168,7 +168,7 @@ def train(
 
 
 def course(history: History, *, every: int) -> list[CoursePoint]:
-    """The median time of an iteration in each stretch: stretches end at every check, and after every `every` iterations."""
+    """Return the median time of an iteration in each interval; intervals end at every check, and after `every` iterations."""
     kinds: dict[DecisionKind, Literal["whole", "replica"]] = {
         DecisionKind.WHOLE: "whole",
         DecisionKind.REPLICAS: "replica",
@@ -188,7 +188,7 @@ def course(history: History, *, every: int) -> list[CoursePoint]:
 
 
 def _speeds(prepared: Prepared) -> Any:
-    """What the planner is told: the given speeds, measured ones, or none where it would not look at them."""
+    """Return the speeds for the planner: given ones, measured ones, or equal ones if it would not use them."""
     if prepared.job.method == "drpm":
         return "equal"
     if prepared.machines is not None:
@@ -210,19 +210,19 @@ MATS_WIDTH = 72
 
 
 def tell_emulation(prepared: Prepared) -> None:
-    """Print that ranks are slowed, to what speed, and how much slower than real machines everything is."""
+    """Print the emulated speeds, and by how much everything is slower than on real machines."""
     emulation = prepared.emulation
     if emulation is None or prepared.machines is None:
         return
     speeds = " ".join(f"{name} {speed:g}" for name, speed in prepared.machines.speeds.items())
     scale = ""
     if emulation.scale > 1:
-        scale = f"; the ranks share too few cores, so all of it runs {emulation.scale:.2f} times slower than on such machines"
+        scale = f"; the ranks share too few cores, so everything is {emulation.scale:.2f} times slower than on such machines"
     tell(f"emulated speeds: {speeds}{scale}", style="dim")
 
 
 def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
-    """The table of one run, and its tiles at the end."""
+    """Print a summary of a run, and its tiles at the end."""
     job = prepared.job
     task, history = prepared.task, outcome.history
     what = "training samples" if task.test is task.train else "held out"
@@ -236,7 +236,7 @@ def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
         ("iteration", f"{format_duration(outcome.iteration_s, digits=3)} of {outcome.batch_size} samples"),
     ]
     if checks := history.checks:
-        balance = f"slowest / fastest {checks[0].imbalance:.2f} at first, {checks[-1].imbalance:.2f} at last"
+        balance = f"slowest / fastest {checks[0].imbalance:.2f} at the start, {checks[-1].imbalance:.2f} at the end"
         moves = sum(check.decision.remaps for check in checks)
         rows.append(("balance", f"{balance}; {moves} re-mappings in {len(checks)} checks"))
     rows += [(name, str(path)) for name, path in (("weights", job.save), ("log", job.log), ("course", job.plot)) if path]
@@ -251,7 +251,7 @@ def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
 
 
 def plot_course(outcomes: Sequence[tuple[str, TrainingOutcome]], path: Path, *, every: int, force: bool) -> None:
-    """The time per iteration of one or more runs, by name, with their re-mappings."""
+    """Draw the time per iteration of one or more runs, by name, with their re-mappings."""
     figure, ax = blank()
     for name, outcome in outcomes:
         draw_course(ax, course(outcome.history, every=every), label=name)

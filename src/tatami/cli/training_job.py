@@ -1,4 +1,4 @@
-"""A training job as the user asked for it, checked whole before anything is started or written."""
+"""A user's training job, which is checked completely before anything is started or written."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ DRPM = "drpm"
 OPTIMIZERS = ("adam", "adamw", "sgd")
 ITERATIONS = 200
 LONGEST = 100_000
-"""Iterations after which a run that waits for its loss to fall gives up."""
+"""Maximum number of iterations of a run that stops at a loss."""
 _SAMPLES = 4
-"""So many samples show what a network can be split into; more tell nothing new."""
+"""Number of samples used to trace the network."""
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def methods() -> tuple[str, ...]:
-    """How the tiles can be placed: by the planners, or by DRPM, which begins without knowledge."""
+    """Return the names of the methods of placing tiles: the planners, and DRPM, which starts without known speeds."""
     return (*PLANNERS, DRPM)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A job that can start.
+    """A job that is ready to start.
 
     Attributes:
-        job: as asked for, with the name of the data.
-        ranks: how many.
+        job: the options, with the name of the data filled in.
+        ranks: the number of ranks.
         task: the data, the network and the loss.
-        model: the plain network, as it starts.
-        sample: inputs that show what it can be split into; None where it can be told without.
-        machines: the ranks' speeds and links; None where none were given.
-        emulation: how ranks are slowed; None where they are not.
-        batch_size: of the global batch.
-        make_optimizer: for the trainer.
-        iterations: after which the run ends at the latest; None where epochs end it.
-        retiler: None keeps the tiling.
+        model: the plain network with its initial weights.
+        sample: inputs for tracing the network; None if tracing is not needed.
+        machines: the ranks' speeds and links; None if none were given.
+        emulation: how ranks are slowed; None if they are not.
+        batch_size: the global batch size.
+        make_optimizer: makes the optimizer for the trainer.
+        iterations: the maximum number of iterations; None if epochs limit the run.
+        retiler: the rule of re-tiling; None keeps the tiling.
     """
 
     job: TrainJob
@@ -80,8 +80,8 @@ def prepare(job: TrainJob) -> Prepared:
     """Check the job, read its data and build its network. Writes and starts nothing.
 
     Raises:
-        InputError: an invalid job, each fault with its own message; one of its kinds for a file, a plan or a checkpoint.
-        MissingExtraError: something it needs is not installed.
+        InputError: the job is invalid, each fault with its own message; one of its subclasses for a file, plan or checkpoint.
+        MissingExtraError: a package that it needs is not installed.
     """
     check_choice("method", job.method, methods())
     check_choice("optimizer", job.optimizer, OPTIMIZERS)
@@ -132,17 +132,17 @@ def _check_stages(job: TrainJob, is_staged: bool, *, ranks: int, batch_size: int
         raise InputError(f"--stages {stages} needs as many ranks, and there are {ranks}: give -n {stages} or fewer stages")
     if (parts := job.micro_batches or 1) > batch_size:
         raise InputError(
-            f"--micro-batches {parts} are more than the {batch_size} samples of a batch: take {batch_size} or fewer"
+            f"--micro-batches {parts} are more than the {batch_size} samples of a batch: give {batch_size} or fewer"
         )
     if is_staged and (job.retile_every is not None or job.method != DEFAULT_PLANNER):
         raise InputError(
-            "--stages are laid out by the least predicted time, also where --retile lays them out again: leave --method and "
-            "--retile-every out"
+            "--stages are planned by the least predicted time, also when --retile plans them again: leave out --method and "
+            "--retile-every"
         )
 
 
 def _retiler(job: TrainJob) -> Retiler | None:
-    """DRPM is by its name SRPM done dynamically; any other method is re-tiled by what is predicted to be fastest."""
+    """Return the rule of re-tiling: DRPM, a dynamic SRPM, re-tiles by SRPM, other methods by the least predicted time."""
     planner = SrpmPlanner.name if job.method in (DRPM, SrpmPlanner.name) else DEFAULT_PLANNER
     if not (job.retile or job.method == DRPM):
         return None
@@ -152,11 +152,11 @@ def _retiler(job: TrainJob) -> Retiler | None:
 
 
 def check_outputs(job: TrainJob) -> None:
-    """Whether everything that the job writes can be written. Asked once, by who starts the ranks.
+    """Check that everything that the job writes can be written. Called once, by the process that starts the ranks.
 
     Raises:
         OutputExistsError: a file exists and `force` was not given.
-        InputError: a file cannot be written, or is not a regular file; a kind of picture that is not written.
+        InputError: a file cannot be written, or is not a regular file, or the picture has an unknown format.
         MissingExtraError: matplotlib or TensorBoard is needed and not installed.
     """
     for path in (job.save, job.log):
@@ -173,7 +173,7 @@ def check_outputs(job: TrainJob) -> None:
 
 def _machines(job: TrainJob) -> Cluster | None:
     if job.speeds is not None and job.cluster is not None:
-        raise InputError("--speeds and --cluster both say how fast the ranks are; give one of them")
+        raise InputError("--speeds and --cluster both give the speeds of the ranks; give one of them")
     if job.speeds is not None:
         machines = Cluster.from_speeds(parse_speeds(job.speeds, expected=job.ranks))
     elif job.cluster is not None:
@@ -186,8 +186,8 @@ def _machines(job: TrainJob) -> Cluster | None:
         return None
     if job.method == DRPM and not job.emulate:
         raise InputError(
-            "--method drpm starts from no knowledge of the speeds, so --speeds and --cluster tell it nothing. To start from "
-            "them and re-tile while training: --retile. To try DRPM on ranks slowed to them: add --emulate"
+            "--method drpm starts without known speeds, so it does not use --speeds and --cluster. To start from "
+            "them and re-tile during training: --retile. To try DRPM on ranks slowed to them: add --emulate"
         )
     return machines
 
@@ -200,19 +200,19 @@ def _emulation(job: TrainJob, machines: Cluster | None) -> Emulation | None:
 
 
 def _check_memory(task: Task) -> None:
-    with torch.device("meta"):  # shapes without numbers
+    with torch.device("meta"):  # shapes without values
         weights_bytes = sum(each.nbytes for each in task.make().parameters())
     memory_bytes = memory_here()
     if weights_bytes > memory_bytes:
         raise InputError(
             f"the weights of {task.asked} take {format_size(weights_bytes, digits=3)}, and this machine has "
-            f"{format_size(memory_bytes, digits=3)} of memory; take fewer or narrower layers"
+            f"{format_size(memory_bytes, digits=3)} of memory; use fewer or narrower layers"
         )
 
 
 def _optimizer(job: TrainJob, *, lr: float) -> OptimizerMaker:
     if job.momentum is not None and job.optimizer != "sgd":
-        raise InputError(f"--momentum is of --optimizer sgd; {job.optimizer} has its own")
+        raise InputError(f"--momentum is for --optimizer sgd; {job.optimizer} has its own")
     if job.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=0.5 if job.lr is None else job.lr, momentum=job.momentum or 0.0)
     made = torch.optim.Adam if job.optimizer == "adam" else torch.optim.AdamW

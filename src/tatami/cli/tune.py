@@ -1,4 +1,4 @@
-"""`tatami tune`: what `algorithm="auto"` goes by."""
+"""`tatami tune`: show the tables that `algorithm="auto"` uses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EPILOG = epilog("tatami bench allreduce -n 4 --tune", "tatami tune --show")
 
 def tune(
     *,
-    show_tables: Annotated[bool, typer.Option("--show", help="Print the tables that were measured.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each as a JSON line.")] = False,
+    show_tables: Annotated[bool, typer.Option("--show", help="Print the measured tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each table as a JSON line.")] = False,
 ) -> None:
-    """Show which all-reduce was fastest on which cluster, as `tatami bench allreduce --tune` measured it."""
+    """Show the fastest all-reduce by size for each cluster, as measured by `tatami bench allreduce --tune`."""
     from tatami.comm.tuning import cache_directory
 
     if not (show_tables or as_json):
@@ -42,7 +42,7 @@ def _show(path: Path, *, as_json: bool) -> None:
     try:
         table = TuningTable.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, InputError) as error:
-        tell(f"{path} is left out: {error}", style="yellow")
+        tell(f"skipped {path}: {error}", style="yellow")
         return
     if as_json:
         show_json({"path": str(path), **json.loads(table.to_json())})
@@ -58,7 +58,7 @@ def _show(path: Path, *, as_json: bool) -> None:
     show(
         Table(
             title=f"{hosts}; {fingerprint.library}",
-            headers=("size", "auto picks", *names),
+            headers=("size", "auto uses", *names),
             rows=tuple(
                 (
                     format_size(timing.size_bytes, digits=3),
@@ -69,7 +69,7 @@ def _show(path: Path, *, as_json: bool) -> None:
             ),
             numbers=frozenset(range(2, len(names) + 2)),
         ),
-        f"kept in {path}",
+        f"table: {path}",
     )
     if fingerprint.tatami != tatami.__version__:
-        tell(f"stale: measured by tatami {fingerprint.tatami}, this is {tatami.__version__}; it is ignored", style="yellow")
+        tell(f"ignored: measured by tatami {fingerprint.tatami}, but this is {tatami.__version__}", style="yellow")

@@ -1,4 +1,4 @@
-"""`tatami watch`: a run in the terminal, while it runs."""
+"""`tatami watch`: show a run in the terminal while it is running."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from tatami.units import format_size
 EPILOG = epilog(
     "tatami train -n 4 --retile --log run.jsonl &",
     "tatami watch run.jsonl",
-    "Ends with Ctrl-C, or when the run has. `tatami report` makes a page of the same records.",
+    "It ends with Ctrl-C, or when the run ends. `tatami report` makes a page from the same records.",
 )
 _LOOK_S = 0.5
 _SETTLED_LOOKS = 6
-"""After the last record of a `fit` there may come another `fit`: only so much later the run has ended."""
+"""Number of looks without a new record after which the run has ended, because a `fit` may be followed by another one."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LAST = 4
 _WIDE = 100
-"""Characters of a line from which on the processes of ranks with pipeline stages have room, too."""
+"""Width of a line from which the processes of ranks with pipeline stages are also shown."""
 _MOST_RANKS = 16
 
 
 def watch(
-    records: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="Log of --log or Trainer(records=...).")],
+    records: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="Log written by --log or Trainer(records=...).")],
     *,
     once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,
 ) -> None:
-    """Show a run while it goes on: losses, the share and the time of each rank, what was re-tiled and who died.
+    """Show a run while it is running: losses, the share and the time of each rank, re-tilings and deaths.
 
-    Reads the log that the run writes, on the same machine or over a shared folder, and does not disturb it. Where the output
-    is not a terminal, it shows how the run stands and ends.
+    It reads the log that the run writes, on the same machine or in a shared folder, and does not disturb the run. If the output
+    is not a terminal, it shows the current state and exits.
     """
     console = Console()
     if once or not is_terminal(sys.stdout):
@@ -60,8 +60,8 @@ def follow(log: GrowingLog, *, name: str, console: Console, clock: Clock) -> Non
     """Show the run until it has ended.
 
     Args:
-        log: of the run.
-        name: shown above.
+        log: the log of the run.
+        name: the name shown above the run.
         console: a terminal.
         clock: sleeps between two looks.
     """
@@ -80,7 +80,7 @@ def follow(log: GrowingLog, *, name: str, console: Console, clock: Clock) -> Non
 
 
 def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
-    """How a run stands, as wide as `columns` characters."""
+    """Show the state of a run, `columns` characters wide."""
     facts = facts_of(run)
     parts: list[Text | RichTable] = [Text.assemble((name, "bold"), "  ", _head(run))]
     losses = [row["loss"] for row in facts.losses if row["what"] == "training"]
@@ -90,13 +90,13 @@ def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
         parts.append(_curve("samples/s", [row["rate"] for row in facts.rates], columns=columns))
     if facts.steps:
         parts += [Text(""), _floor(facts), _ranks(facts, run, columns=columns)]
-    parts += _told("re-tiled", [f"after iteration {row['iteration']:,}: {row['reason']}" for row in facts.decisions])
-    parts += _told("deaths and repairs", [": ".join(filter(None, list(row.values())[:3])) for row in facts.deaths])
+    parts += _section("re-tiled", [f"after iteration {row['iteration']:,}: {row['reason']}" for row in facts.decisions])
+    parts += _section("deaths and repairs", [": ".join(filter(None, list(row.values())[:3])) for row in facts.deaths])
     return Group(*parts)
 
 
 def sparkline(values: Sequence[float | None], *, columns: int) -> str:
-    """Values as a line of blocks, at most `columns` of them: each the last of its stretch; blank where it is none."""
+    """Draw values as at most `columns` blocks: each is the last value of its interval, or blank if that is None."""
     count = min(columns, len(values))
     shown = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
     known = [value for value in shown if value is not None and math.isfinite(value)]
@@ -135,7 +135,7 @@ def _floor(facts: RunFacts) -> Text:
 
 
 def _ranks(facts: RunFacts, run: RecordedRun, *, columns: int) -> RichTable:
-    """A table of the ranks of the newest tiling."""
+    """Make a table of the ranks of the newest tiling."""
     number = len(facts.steps) - 1
     staged = {each["rank"]: each for each in (facts.stages or {}).get("ranks", ())}
     area = facts.steps[-1]["samples"] * facts.steps[-1]["units"]
@@ -169,11 +169,11 @@ def _ranks(facts: RunFacts, run: RecordedRun, *, columns: int) -> RichTable:
 
 
 def _place(rank: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Which stage a rank computes, and how much memory is planned for it."""
+    """Return the stage that a rank computes, and the memory planned for it."""
     return ("-", "-") if rank is None else (f"{rank['stage']}", format_size(rank["memory_bytes"], digits=3))
 
 
-def _told(what: str, lines: Sequence[str]) -> list[Text]:
+def _section(what: str, lines: Sequence[str]) -> list[Text]:
     if not lines:
         return []
     more = f" (of {len(lines)}, the last {_LAST})" if len(lines) > _LAST else ""

@@ -39,10 +39,10 @@ def answer_table(words: Sequence[str], found: Sequence[AnswerLike], *, clusters:
                 "what if": question,
                 "iteration": "no room" if answer.plan is None else format_duration(answer.plan.predicted_s, digits=3),
                 "speed-up": "-" if answer.speed_up is None else f"{answer.speed_up:.2f} x",
-                "takes part": _who(answer.takes_part, cluster=cluster),
+                "machines": _who(answer.takes_part, cluster=cluster),
             }
         )
-    return table_of("What it would bring:", rows, texts=("what if", "takes part"), best=_best(found))
+    return table_of("Effect of each change:", rows, texts=("what if", "machines"), best=_best(found))
 
 
 def _best(found: Sequence[AnswerLike]) -> int | None:

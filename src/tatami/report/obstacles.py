@@ -13,8 +13,8 @@ _LEAST = 0.05
 _MOST_NAMED = 3
 _WORDS = {
     Obstacle.MESSAGES: "CPU time of sending, receiving and copying messages",
-    Obstacle.CALLS: "calls, which take as long for a small share as for a large one",
-    Obstacle.SCATTER: "measured speeds vary, and all wait for the slowest",
+    Obstacle.CALLS: "calls, which cost the same for small and large shares",
+    Obstacle.SCATTER: "variation of measured speeds: all wait for the slowest",
     Obstacle.SHARES: "uneven shares (whole samples and units, memory) and work that replicas repeat",
 }
 
@@ -49,7 +49,7 @@ def _slowest_link(plan: Plan, *, cluster: Cluster, obstacle: Obstacle) -> str:
 
     hosts = list(dict.fromkeys(cluster.host_of[name] for name in names))
     if len(hosts) == 1:
-        return f"the link inside of {hosts[0]} ({has})"
+        return f"the link inside {hosts[0]} ({has})"
     pairs = [pair for pair, link in cluster.links.items() if holds_back(link) and set(pair) <= set(hosts)]
     slow = [host for host in hosts if host in cluster.own_links and holds_back(cluster.own_links[host])]
     if slow:

@@ -69,24 +69,24 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
         width: characters.
     """
     cost = plan.predicted
-    parts = {"computing": cost.compute, "sums inside of replicas": cost.tensor_parallel, "gradient sums": cost.gradients}
+    parts = {"computing": cost.compute, "tensor-parallel sums": cost.tensor_parallel, "gradient sums": cost.gradients}
     shown = [f"{what} {_seconds(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
     text = f"An iteration takes {_seconds(cost.total)}: {', '.join(shown)}."
     if plan.range_s is not None:
         low, high = (_seconds(end_s) for end_s in plan.range_s)
-        text += f" As much as measured speeds vary, 90 % of them take {low} to {high}."
-    all_ = {1: "The machine", 2: "Both machines"}.get(cluster.size, f"All {cluster.size:,} machines")
-    text += f" {all_}, computing all the time and sending nothing, would take {_seconds(found.ideal_s)}."
+        text += f" With the measured variation of speeds, 90 % take {low} to {high}."
+    all_ = {1: "the machine", 2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
+    text += f" Without communication and waiting, {all_} would take {_seconds(found.ideal_s)}."
     lost = list(obstacles(plan, cluster=cluster, found=found))
-    text += " What keeps the plan from it:" if lost else ""
+    text += " The difference is due to:" if lost else ""
     lines = [wrapped(text, width=width)]
     most = max((len(_seconds(seconds)) for _, seconds in lost), default=0)
     for what, seconds in lost:
         lines.append(wrapped(f"  {_seconds(seconds):>{most}}  {what}", width=width, indent=" " * (most + 4)))
     if not is_measured:
         guess = (
-            f"Speeds are relative, and 1 is taken for {format_speed(FLOP_PER_S)}: seconds are a guess, and so is what sending "
-            "costs. `tatami probe` measures speeds; or give them in flop/s."
+            f"Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times and costs of sending are guesses. "
+            "Measure speeds with `tatami probe`, or give them in flop/s."
         )
         lines.append(wrapped(guess, width=width))
     return "\n".join(lines)
@@ -143,7 +143,8 @@ def plan_table(
     ]
     row = next(index for index, (_, labels) in enumerate(rows) if "recommended" in labels)
     samples = best.workload.samples
-    title = f"Compared, for {f'{network} and ' if network else ''}{samples:,} sample{'s' if samples > 1 else ''} an iteration:"
+    sized = f"{samples:,} sample{'s' if samples > 1 else ''} per iteration"
+    title = f"Comparison for {f'{network} and ' if network else ''}{sized}:"
     return table_of(title, cells, texts=("plan",), best=row if len(rows) > 1 else None)
 
 

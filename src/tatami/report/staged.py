@@ -61,11 +61,11 @@ def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, wid
         f"{what} {_seconds(own)} ({percent(round(own / plan.iteration_s, 2))})"
         for what, own in _largest(plan.parts_s, plan.iteration_s)
     ]
-    all_ = {2: "Both machines"}.get(cluster.size, f"All {cluster.size:,} machines")
-    text = f"An iteration takes {_seconds(plan.iteration_s)}: {', '.join(shown)}. {all_}, computing all the time and sending "
-    text += f"nothing, would take {_seconds(ideal_s)}."
+    all_ = {2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
+    text = f"An iteration takes {_seconds(plan.iteration_s)}: {', '.join(shown)}. Without communication and waiting, {all_} "
+    text += f"would take {_seconds(ideal_s)}."
     if not plan.is_measured:
-        text += f" Speeds are relative, and 1 is taken for {format_speed(FLOP_PER_S)}: seconds are a guess."
+        text += f" Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times are guesses."
     return wrapped(text, width=width)
 
 
