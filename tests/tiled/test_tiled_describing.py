@@ -131,6 +131,15 @@ def test_frozen_layers_are_counted_and_every_layer_with_much_work_has_a_reason()
     assert f"repeated: 185 of 377 trained and {frozen:,} of {found.frozen:,} frozen weights" in found.text(width=120)
 
 
+def test_equal_layers_with_a_weight_that_stays_whole_are_one_part() -> None:
+    """The reason names the layer, of which a large network has dozens."""
+    layers = [CASES["lora"].build().get_submodule("h.0") for _ in range(2)]
+    found = described(nn.Sequential(nn.Embedding(20, 12), nn.Sequential(*layers)), torch.randint(20, (4, 6)))
+    small = [part for part in found.repeated if part.reason.startswith("what is left in ")]
+    assert [part.names for part in small] == [("1.0.mlp.c_proj.b", "1.1.mlp.c_proj.b")]
+    assert small[0].reason.startswith("what is left in 1.* is less than ")
+
+
 def whole_flop(model: nn.Module) -> float:
     return workload_of(model, find_blocks(model, sample=torch.randint(20, (4, 6))), samples=1).flop(width=1.0, height=1.0)
 

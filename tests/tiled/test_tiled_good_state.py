@@ -144,6 +144,34 @@ def test_split_buffers_move_along_in_a_re_tiling(world: World, tmp_path_factory:
     world(body)
 
 
+@pytest.mark.ranks(1, 2)
+def test_frozen_weights_are_not_copied_until_they_are_trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Under LoRA a copy of them would be as large as the network, and no update changes them."""
+    built, folder = network(), tmp_path_factory.mktemp("rescued")
+    built.get_submodule("0").requires_grad_(False)
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=MANY)
+        good = GoodState(model, folder=place)
+        good.keep(1)
+        assert [each.requires_grad for each in good.companions()] == [True, True]
+        move(model, some_layouts(comm.size)[-1], optimizer=None, companions=good.companions())
+        good.moved()
+        good.keep(2)
+        assert len(good.companions()) == 2
+        model.module.requires_grad_(True)
+        good.keep(3)
+        assert len(good.companions()) == 4
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        assert "after iteration 3" in good.rescue()
+        assert_close(comm.bcast_object(whole_state_dict(model)), dict(built.state_dict()), what="in the model")
+
+    world(body)
+
+
 class Shifted(nn.Module):
     mean: torch.Tensor
 

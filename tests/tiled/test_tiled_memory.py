@@ -174,13 +174,17 @@ def test_of_a_hundred_capped_plans_none_exceeds_its_cap_when_it_runs(name: str) 
 
 
 def test_a_plan_of_a_network_counts_what_samples_leave_behind() -> None:
-    """Twice the samples keep more, and what is frozen is there, too."""
+    """Twice the samples keep more, and what is frozen is there, too, once: it has no gradient, no moments and no copy."""
     network, x = drawn(NETWORKS["gpt"])
     network.requires_grad_(False)
     assert isinstance(network, GPT)
     network.lm_head.requires_grad_(True)
     found = tatami.plan(network, speeds=[1.0], batch_size=SAMPLES, sample=x).plans[0]
     kept = found.memory_bytes["p0"]
+    work = found.workload
+    frozen = sum(4 * each.numel() for each in network.parameters() if not each.requires_grad)
+    frozen += sum(2 * each.numel() * each.element_size() for each in network.buffers())  # the Trainer copies these
+    assert work.replicated_frozen_bytes + sum(each.units * each.unit_frozen_bytes for each in work.blocks) == frozen
     assert kept > 4 * sum(parameter.numel() for parameter in network.parameters())
     assert tatami.plan(network, speeds=[1.0], batch_size=2 * SAMPLES, sample=x).plans[0].memory_bytes["p0"] > kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections import Counter
@@ -42,6 +43,8 @@ _HINTS = (
 _LEAST_FLOP = 0.005
 """A smaller share of the flop is not named."""
 _LEAST_REST = 0.02
+_NUMBER = re.compile(r"\.\d+(?=[. ]|$)")
+"""A layer's place in a name, as in "layers.3.mlp"."""
 _WITH_BACKWARD = 3
 """Flop of a step for each of the forward pass, as repeated layers are counted."""
 _BIASES = "biases after a sum"
@@ -263,6 +266,7 @@ def _repeated(model: nn.Module, found: Blocks, *, whole_flop: float) -> Iterator
     tiled = {name for block in found.blocks for name in block.cuts}
     flop = _own_flop(found)
     sizes: dict[tuple[str, str], dict[str, Counter[bool]]] = {}
+    reasons: dict[tuple[str, str], set[str]] = {}
     for owner, module in model.named_modules():
         own = dict(module.named_parameters(prefix=owner, recurse=False))
         whole = {name: parameter for name, parameter in own.items() if name not in tiled}
@@ -274,7 +278,9 @@ def _repeated(model: nn.Module, found: Blocks, *, whole_flop: float) -> Iterator
         if matrix and found.captured is not None:
             reason = _reason(matrix, owner, module, found)
         for parameter in whole.values():
-            counts = sizes.setdefault((kind, reason), {}).setdefault(owner, Counter())
+            key = kind, _NUMBER.sub(".*", reason)  # equal layers of which each is named in its reason are one part
+            reasons.setdefault(key, set()).add(reason)
+            counts = sizes.setdefault(key, {}).setdefault(owner, Counter())
             counts[parameter.requires_grad] += parameter.numel()
     for (kind, reason), owners in sizes.items():
         total = sum(owners.values(), Counter())
@@ -284,7 +290,7 @@ def _repeated(model: nn.Module, found: Blocks, *, whole_flop: float) -> Iterator
             parameters=total[True],
             frozen=total[False],
             flop_fraction=_WITH_BACKWARD * sum(flop.get(owner, 0.0) for owner in owners) / whole_flop,
-            reason=reason,
+            reason=min(reasons[kind, reason]) if len(reasons[kind, reason]) == 1 else reason,
         )
 
 

@@ -34,7 +34,7 @@ from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.settings import take_hooks
 from tatami.progress import shown
-from tatami.runtime.allocator import TIGHT, give_freed_memory_back
+from tatami.runtime.allocator import TIGHT, give_freed_memory_back, trim_once
 from tatami.runtime.batch import on_device
 from tatami.runtime.devices import settle_devices, with_memory
 from tatami.runtime.local_draws import LocalDraws
@@ -325,6 +325,7 @@ def tile(
     )
     if is_made_here:
         gc.collect()  # torch.export leaves cycles behind that hold the whole weights until Python happens to look for them
+        trim_once()
     return tiled
 
 

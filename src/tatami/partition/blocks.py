@@ -360,7 +360,7 @@ def workload_of(
     trained = {name: parameter for name, parameter in own if parameter.requires_grad}
     replicated = [parameter for name, parameter in trained.items() if name not in tiled]
     frozen = {
-        name: tensor.numel() * tensor.element_size()
+        name: tensor.numel() * tensor.element_size() * copies_untrained(tensor)
         for name, tensor in (*own, *model.named_buffers())
         if name not in trained and not isinstance(tensor, StandIn)
     }
@@ -384,7 +384,7 @@ def workload_of(
         recomputation=_recomputation(found, blocks),
         # Whatever the pass kept, and no unit owns.
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
-        replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + _statistics_bytes(model),
+        replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + 2 * _statistics_bytes(model),
         batch_statistics=() if local_statistics else _batch_statistics(model, found.captured),
     )
 
@@ -424,6 +424,11 @@ def _batch_statistics(model: nn.Module, captured: Captured | None) -> tuple[int,
     else:
         called = [(name, layer.num_features) for name, layer in layers.items() if name not in frozen]
     return tuple(2 * channels + 1 for _, channels in called)
+
+
+def copies_untrained(tensor: torch.Tensor) -> int:
+    """How often a rank keeps what is not trained: of buffers the Trainer has a copy, a frozen weight does not change."""
+    return 1 if isinstance(tensor, nn.Parameter) else 2
 
 
 def _statistics_bytes(model: nn.Module) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tatami.errors import ModelError
-from tatami.partition.blocks import FOLLOWING, Blocks
+from tatami.partition.blocks import FOLLOWING, Blocks, copies_untrained
 from tatami.partition.tracing.flop_counting import ForwardFlop
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import Sample
@@ -168,7 +168,7 @@ def _pieces(model: nn.Module, program: ForwardProgram, firsts: Sequence[int], *,
     staging = Staging(program=program, cuts=tuple(firsts[1:]))
     trained = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
     frozen = {
-        name: float(each.numel() * each.element_size())
+        name: float(each.numel() * each.element_size() * copies_untrained(each))
         for name, each in (*model.named_parameters(), *model.named_buffers())
         if name not in trained
     }

@@ -25,15 +25,25 @@ _libraries: list[ctypes.CDLL] = []
 
 def give_freed_memory_back() -> bool:
     """From now on, in this process; returns whether its C library can be told so (glibc)."""
-    if not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
+    library = _glibc()
+    if library is None:
         return False
     told = [library.mallopt(_MMAP_THRESHOLD, _LEAST_BYTES), library.mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)]
     _libraries[:] = [library]
     trim()
     return all(told)
+
+
+def trim_once() -> None:
+    """Give back what is free now, whatever was called before: after a network of which this rank keeps a part was made."""
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    names = ("mallopt", "malloc_trim", "gnu_get_libc_version")
+    return library if library is not None and all(hasattr(library, name) for name in names) else None
 
 
 def trim() -> None:

@@ -32,7 +32,7 @@ _COPY_FRACTION = 0.01
 
 
 class GoodState:
-    """A copy of the state of a model, made before an update, on all ranks before the same ones.
+    """A copy of the trained weights and the buffers of a model, made before an update, on all ranks before the same ones.
 
     Args:
         model: whose state.
@@ -43,6 +43,7 @@ class GoodState:
         self._model = model
         self._folder = folder
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._frozen: list[tuple[dict[str, Any], str]] = []
         self._sharded: set[int] = set()
         self._kept: list[torch.Tensor] = []
         self._tilings: tuple[Tiling, ...] | None = None
@@ -58,13 +59,16 @@ class GoodState:
         """The state is good after `iteration`, and an update follows: copy it if it is time."""
         self._updates += 1
         is_known = bool(self._kept) and self._tilings is self._model.tilings
+        is_known = is_known and not any(held[name].requires_grad for held, name in self._frozen)  # trained from now on
         if is_known and self._updates > FIRST and self._updates % self._apart:
             return
         with torch.no_grad():
             if is_known:
                 torch._foreach_copy_(self._kept, self._state())
             else:
-                self._places = _places(self._model.module)
+                places = _places(self._model.module)
+                self._frozen = [(held, name) for held, name in places if _is_frozen(held[name])]
+                self._places = [(held, name) for held, name in places if not _is_frozen(held[name])]
                 sharding = self._model.sharding
                 self._sharded = {
                     place
@@ -83,6 +87,7 @@ class GoodState:
         """The re-tiling is done, and the companions moved along; not to other stages, where other weights are."""
         if self._stage is not self._model.stage:
             self._stage, self._kept, self._places, self._tilings = self._model.stage, [], [], None
+            self._frozen = []
         elif self._tilings is not self._model.tilings:
             self._tilings, self._apart = self._model.tilings, _apart(self._model)
 
@@ -121,12 +126,16 @@ def _places(network: nn.Module) -> list[tuple[dict[str, Any], str]]:
     return list(places.values())
 
 
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    """No update changes it, so there is nothing to put back: under LoRA that is most of the network."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
 def _apart(model: TiledModel) -> int:
     """Updates from one copy to the next. Where ranks come and go, or know the work of their stage alone, they count all."""
     if model.comm.changes or model.stage is not None:
         return 1
     work = model.workload
-    size_bytes = (work.gradient_elements + work.replicated_parameters) * work.element_bytes + work.replicated_frozen_bytes
-    size_bytes += sum(block.units * block.unit_frozen_bytes for block in work.blocks)
+    size_bytes = (work.gradient_elements + work.replicated_parameters) * work.element_bytes
     flop = work.flop(width=1 / len(model.layout.replicas), height=1.0)
     return max(1, min(MOST_APART, math.ceil(_COPY_FLOP * size_bytes / max(_COPY_FRACTION * flop, 1.0))))

@@ -214,7 +214,7 @@ class _Search:
                     (
                         piece.flop_per_sample,
                         piece.late_flop_per_sample,
-                        piece.parameters * workload.state_bytes_per_parameter + 2 * piece.frozen_bytes,
+                        piece.parameters * workload.state_bytes_per_parameter + piece.frozen_bytes,
                         piece.activation_bytes_per_sample,
                         piece.crossing_bytes_per_sample,
                         piece.parameters * workload.wire_bytes,

@@ -38,7 +38,7 @@ class Block:
         backward_sums: the same backward; they do not count where `backward_elements` is 0.
         unit_activation_bytes: what is kept from forward to backward for one sample and one unit.
         sample_activation_bytes: the same for one sample, however few units.
-        unit_frozen_bytes: of what one unit owns that is not trained: frozen weights, running statistics.
+        unit_frozen_bytes: of what one unit owns that is not trained: frozen weights, and running statistics with a copy.
         unit_largest: elements of one unit in the largest trained weight of the block; 0 where that is not known.
         name: the qualified name of the module it lies in. Like the next two it is for words only: blocks that differ in nothing
             else are equal, and are priced once.
@@ -140,7 +140,7 @@ class Piece:
         late_flop_per_sample: those of `flop_per_sample` that give gradients of weights, where they are computed after the
             gradient of the piece's input has left for the stage in front: of linear layers.
         parameters: trained elements that its operations read. A tied weight counts in each piece that reads it.
-        frozen_bytes: of weights that are not trained, and of buffers.
+        frozen_bytes: of weights that are not trained, and of buffers with the Trainer's copy.
         activation_bytes_per_sample: what the forward pass keeps for the backward pass.
         crossing_bytes_per_sample: what a stage that begins here receives in the forward pass; 0 for the first piece. The
             gradients that go back have as many bytes, except those of integers and of what needs no gradient.

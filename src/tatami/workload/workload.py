@@ -64,7 +64,7 @@ class Workload:
             ones before are there all along.
         trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
         replicated_activation_bytes: what the layers outside of blocks leave behind for backward, for each sample.
-        replicated_frozen_bytes: of weights outside of blocks that are not trained, and of buffers, without a copy.
+        replicated_frozen_bytes: of weights outside of blocks that are not trained, and of buffers with the Trainer's copy.
         batch_statistics: for every call of a layer whose statistics are summed over the global batch (batch normalization), in
             the order of the forward pass, how many elements each rank sums; the backward pass sums as many. Where there are
             any, a replica must compute its share of the samples in one micro-batch.
@@ -186,7 +186,7 @@ class Workload:
     def replicated_state_bytes(self) -> float:
         """What every rank keeps of the weights outside of blocks, with gradients, the optimizer's state and a copy."""
         kept = self.state_bytes_per_parameter - self.sharded_bytes_per_parameter
-        return self.replicated_parameters * kept + 2 * self.replicated_frozen_bytes
+        return self.replicated_parameters * kept + self.replicated_frozen_bytes
 
     @property
     def sharded_state_bytes(self) -> float:
@@ -195,7 +195,7 @@ class Workload:
 
     def unit_state_bytes(self, block: Block) -> float:
         """The same of one unit of a block."""
-        return block.unit_parameters * self.state_bytes_per_parameter + 2 * block.unit_frozen_bytes
+        return block.unit_parameters * self.state_bytes_per_parameter + block.unit_frozen_bytes
 
     @property
     def replicated_update_bytes(self) -> float:

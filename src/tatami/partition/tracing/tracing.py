@@ -109,6 +109,7 @@ def follow_modules(
     stops: dict[str, str] = {}
     not_split: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     inside_first = sorted(names, key=lambda name: -_depth(name))
     for name in reported(inside_first, "tatami.tile: tracing the network", unit="modules"):
         module = model.get_submodule(name)
@@ -146,7 +147,7 @@ def follow_modules(
             continue
         not_split = {weight: reason for weight, reason in not_split.items() if not weight.startswith(prefix)}
         stops |= {prefix + tensor: line for tensor, line in result.stops.items()}
-        if result.blocks and _elements(model, {name: result}) > _elements(model, {other: found[other] for other in inside}):
+        if result.blocks and _elements(sizes, {name: result}) > _elements(sizes, {other: found[other] for other in inside}):
             for other in inside:
                 del found[other]
             found[name] = result
@@ -172,10 +173,10 @@ def cut_names(name: str, followed: Followed) -> set[str]:
     return {f"{name}.{tensor}" if name else tensor for block in followed.blocks for tensor in block.cuts}
 
 
-def _elements(model: nn.Module, found: Mapping[str, Followed]) -> int:
-    """Number of elements of all the weights that are split."""
+def _elements(sizes: Mapping[str, int], found: Mapping[str, Followed]) -> int:
+    """Number of elements of all the weights that are split; `sizes` has those of every weight of the network."""
     names = {tensor for name, each in found.items() for tensor in cut_names(name, each)}
-    return sum(parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False) if name in names)
+    return sum(sizes.get(name, 0) for name in names)
 
 
 def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Followed | str:
