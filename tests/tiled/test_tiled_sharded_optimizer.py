@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from equal_runs import plain_fit
 from test_tiled_optimizers import ByNorm, WithClosure
 from torch import nn
 
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, ModelError, PlanError
+from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
 from tatami.testing.worlds import World
+from tatami.tiling import plan
 from tatami.tiling.memory import memory_bytes
 from tatami.tiling.sharding import rounds_of, shard_bounds, shard_shares
-from tatami.train import TiledModel, move, tile, whole_state_dict
+from tatami.train import TiledModel, Trainer, move, tile, whole_state_dict
 from tatami.workload import Workload
 from tiled_rig import WithUnused, assert_close, simple_layout
 
@@ -114,3 +118,76 @@ def test_shares_follow_speed_within_memory_and_predictions_count_them() -> None:
     whole = 3000 * (8 + 4 * 4)  # weights, gradients, and messages of two rounds
     kept = memory_bytes(layout, workload=work, cluster=cluster)
     assert kept == pytest.approx({"p0": 75_000, "p1": whole + 12 * 3000 - 3000})
+
+
+def test_a_plan_without_room_says_what_each_rank_would_keep_with_shards() -> None:
+    work = Workload(
+        samples=40, replicated_parameters=10**7, replicated_flop_per_sample=10**8, replicated_activation_bytes=10**6
+    )
+    memories = (150 * 10**6, 170 * 10**6, 190 * 10**6)
+    cluster = Cluster(
+        processors=tuple(Processor(name=f"p{rank}", speed=1.0 + rank, memory_bytes=own) for rank, own in enumerate(memories))
+    )
+    with pytest.raises(MemoryLackError) as caught:
+        plan(cluster=cluster, workload=work)
+    sharded = plan(cluster=cluster, workload=work.with_sharded_optimizer)
+    kept = sharded.memory_bytes
+    assert all(own <= given for own, given in zip(kept.values(), memories, strict=True))
+    assert caught.value.fits_sharded
+    told = str(caught.value)
+    assert "fit with the optimizer's state shared out among the ranks, tatami.tile(sharded_optimizer=True): p0 would keep" in told
+    tight = Cluster(processors=tuple(replace(each, memory_bytes=140 * 10**6) for each in cluster.processors))
+    found = plan(cluster=tight, workload=work.with_sharded_optimizer)
+    assert [replica.micro_batches for replica in found.layout.replicas] == [4, 4, 4]  # the shards fill what is left
+    assert 139 * 10**6 < max(found.memory_bytes.values()) <= 140 * 10**6
+
+
+class Tables(nn.Module):
+    """Large tables, in which few rows are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(7_500, 40) for _ in range(8))
+        self.last = nn.Linear(40, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.stack([table(x) for table in self.tables]).sum(0))
+        return result
+
+
+@one_at_a_time
+def tables() -> nn.Module:
+    torch.manual_seed(0)
+    return Tables().double()
+
+
+@pytest.mark.filterwarnings("ignore:timed leaves out")
+def test_a_trainer_shards_where_there_is_no_room_otherwise(world: World) -> None:
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randint(0, 7_500, (16,), generator=draw), torch.randn(16, 2, generator=draw, dtype=torch.float64)
+    plain, built = tables(), tables()
+    make = partial(torch.optim.AdamW, lr=0.02)
+    batches = [(x, y)] * 3
+    expected = plain_fit(plain, batches, loss=lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), optimizer=make, clip_norm=0.5)
+    elements = sum(each.numel() for each in plain.parameters())
+
+    def body(comm: AbstractCommunicator) -> None:
+        processors = (Processor(name=f"p{rank}", speed=1.0 + rank, memory_bytes=39 * elements) for rank in range(comm.size))
+        cluster = Cluster(processors=tuple(processors))
+
+        def trainer(make: Any, **given: Any) -> Trainer:
+            own = partial(tile, speeds=cluster, planner="weighted", **given)
+            return Trainer(built, comm=comm, tile=own, optimizer=make, loss=nn.MSELoss(), gradient_clip_val=0.5)
+
+        fitting = trainer(make)
+        for refused in (trainer(make, sharded_optimizer=False), trainer(ByNorm), *([fitting] if comm.size == 1 else [])):
+            with pytest.raises(MemoryLackError, match="weighted finds no room"):
+                refused.fit((x, y), batch_size=16, epochs=1)
+        if comm.size > 1:
+            losses = fitting.fit((x, y), batch_size=16, epochs=3).losses
+            assert losses == pytest.approx(expected[0], rel=1e-10)
+            assert_close(comm.bcast_object(whole_state_dict(fitting.model)), expected[1], what="weights")
+            kept = sum(v.numel() for state in fitting.optimizer.state.values() for v in state.values() if v.dim())
+            assert sum(comm.allgather_object(kept)) == 2 * elements
+
+    world(body)
