@@ -100,19 +100,7 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
         yield "it fits if activations are recomputed: leave that to the planner"
         return
     if not workload.sharded_bytes_per_parameter:
-        sharded = workload.with_sharded_optimizer
-        least = least_bytes(sharded)
-        able = [each.name for each in cluster.processors if each.memory_bytes is None or each.memory_bytes >= least]
-        run = cluster.only(able)
-        layout = held(run, sharded) if able else None
-        if layout is not None and not layout.empty(sharded):
-            kept = memory_bytes(layout, workload=sharded, cluster=run)
-            sizes = [
-                f"{name} would keep {_size(kept[name])}" + (f" of {_size(given)}" if (given := cluster.by_name[name].memory_bytes) else "")
-                for name in able[:_SHOWN]
-            ]
-            more = f" and {len(able) - _SHOWN} more" if len(able) > _SHOWN else ""
-            yield f"all samples would fit with {_SHARDED}: {', '.join(sizes)}{more}"
+        yield from _with_shards(held, cluster=cluster, workload=workload.with_sharded_optimizer)
     low, high = cluster.size - 1, workload.samples
     while high - low > 1:
         middle = (low + high) // 2
@@ -130,6 +118,25 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
     for predicted_s, what in bought:
         time = f" ({format_duration(predicted_s, digits=3)} an iteration)" if knows_times else ""
         yield f"all {workload.samples} samples would fit with {what}{time}"
+
+
+def _with_shards(
+    held: Callable[[Cluster, Workload], Layout | None], *, cluster: Cluster, workload: Workload
+) -> Iterator[str]:
+    """What each processor would keep of a workload whose optimizer is sharded, where that makes room."""
+    least = least_bytes(workload)
+    able = [each.name for each in cluster.processors if each.memory_bytes is None or each.memory_bytes >= least]
+    if len(able) < 2:
+        return
+    run = cluster.only(able)
+    layout = held(run, workload)
+    if layout is None or layout.empty(workload):
+        return
+    kept = memory_bytes(layout, workload=workload, cluster=run)
+    given = {name: run.by_name[name].memory_bytes for name in able[:_SHOWN]}
+    sizes = [f"{name} would keep {_size(kept[name])}" + (f" of {_size(size)}" if size else "") for name, size in given.items()]
+    more = f" and {len(able) - _SHOWN} more" if len(able) > _SHOWN else ""
+    yield f"all samples would fit with {_SHARDED}: {', '.join(sizes)}{more}"
 
 
 def _bought(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tatami.cluster import Cluster
 from tatami.tiling.layout import Layout
-from tatami.tiling.sharding import num_rounds, shard_shares
+from tatami.tiling.sharding import num_rounds, shard_shares, with_even_part
 from tatami.tiling.speeds import at_equal_times
 from tatami.tiling.summing import summing_shares, transfer_rates
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, is_one_vector
@@ -71,6 +71,8 @@ def optimizer_shares(
     rooms = (_limits(layout, cluster=cluster) - kept - 1.0).tolist()  # a byte less: shares that fill a room are rounded
     speeds = [cluster.by_name[name].speed for name in names]
     shares = shard_shares(speeds, rooms_bytes=rooms, size_bytes=workload.sharded_state_bytes)
+    if workload.tied_parameters:
+        shares = with_even_part(shares, workload.tied_parameters / workload.replicated_parameters)
     return dict(zip(names, shares, strict=True))
 
 

@@ -156,7 +156,8 @@ class Trainer:
             plans = getattr(tile, "func", tile) is tile_network and not {"stages", "layout"} & set(
                 getattr(tile, "keywords", ())
             )
-            settings = {"stages": 1} if plans and retile is not None and not retile.knows_stages else {}
+            is_sharded = bool(getattr(tile, "keywords", {}).get("sharded_optimizer"))
+            settings = {"stages": 1} if plans and retile is not None and (is_sharded or not retile.knows_stages) else {}
             self._tile = functools.partial(tile, model, comm, **settings)
 
     @property

@@ -55,6 +55,8 @@ class Workload:
             SGD, 16 with momentum.
         sharded_bytes_per_parameter: the part of them that is divided among the ranks, each of which keeps that of its shard; 0
             where the optimizer is not sharded. Only of weights outside of blocks.
+        tied_parameters: elements of the weights outside of blocks that other pipeline stages hold, too: of their state each
+            rank keeps an equal share where the optimizer is sharded.
         micro_batches: the number of micro-batches in which every replica computes its samples; None: as few as memory allows,
             or more where that is faster.
         update_bytes_per_parameter: work space of the optimizer for each element of the weight that it is updating: two
@@ -86,6 +88,7 @@ class Workload:
     overlaps_sums: bool = False
     state_bytes_per_parameter: float = 20.0
     sharded_bytes_per_parameter: float = 0.0
+    tied_parameters: int = 0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
     update_bytes_per_parameter: float = 0.0
