@@ -867,6 +867,11 @@ class TiledModel(nn.Module):
         return self.stage is None or self.stage.is_last
 
     @property
+    def shards_optimizer(self) -> bool:
+        """Whether ranks that hold the same weights share out the optimizer's state, also where a stage has one rank."""
+        return self._shard_fractions is not None
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's weights lie, and its samples must."""
         return self._device

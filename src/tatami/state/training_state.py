@@ -126,9 +126,9 @@ def restore_layout(model: TiledModel, optimizer: torch.optim.Optimizer, common: 
         return
     layout = _layout(common["layout"])
     if isinstance(layout, StagedLayout):
-        can_be = model.staged is not None and model.sharding is None
+        can_be = model.staged is not None and not model.shards_optimizer
     else:
-        can_be = model.sharding is None or all(len(replica.processors) == 1 for replica in layout.replicas)
+        can_be = not model.shards_optimizer or (model.stage is None and layout.deepest == 1)
     if can_be and tuple(common["names"]) == model.names and layout != model.whole_layout:
         move(model, layout, optimizer=optimizer)
 
