@@ -19,11 +19,11 @@ from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
+from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, StagedLayout, plan
 from tatami.tiling.memory import memory_bytes
 from tatami.tiling.sharding import rounds_of, shard_bounds, shard_shares, with_even_part
-from tatami.retiling import Retiler
 from tatami.train import Retiling, TiledModel, Trainer, move, tile, whole_state_dict
 from tatami.workload import Workload
 from tiled_rig import WithUnused, assert_close, simple_layout, staged
@@ -171,7 +171,7 @@ def test_stages_are_those_of_one_machine_and_go_on_in_other_layouts(world: World
                 train_tied(model, optimizer, range(3), model.micro_batches)
                 tatami.save_training(folder / f"{number}-{shards}", model, optimizer, step=3)
                 train_tied(model, optimizer, range(3, 5), model.micro_batches)
-                assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"{layout}, sharded: {shards}")
+                assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"{layout}, {shards}")
                 if shards and model.stage is not None:
                     with pytest.raises(ModelError, match="cannot be moved to or from pipeline stages yet"):
                         move(model, each_alone, optimizer=optimizer)
@@ -179,6 +179,7 @@ def test_stages_are_those_of_one_machine_and_go_on_in_other_layouts(world: World
                         Retiling(model, optimizer, retiler=Retiler())
                 if model.sharding is not None and model.stage is not None:
                     mine = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
+                    assert model.stage.plan is not None
                     elements = sum(each.numel() for each in model.own_parameters() if each.dim())
                     assert mine == pytest.approx(2 * elements * model.stage.plan.optimizer_shares[model.name], abs=8)
                     assert sum(model.stage_comm.allgather_object(mine)) == 2 * elements
@@ -232,7 +233,7 @@ def test_a_plan_without_room_says_what_each_rank_would_keep_with_shards() -> Non
     assert all(own <= given for own, given in zip(kept.values(), memories, strict=True))
     assert caught.value.fits_sharded
     told = str(caught.value)
-    assert "fit with the optimizer's state shared out among the ranks, tatami.tile(sharded_optimizer=True): p0 would keep" in told
+    assert "shared out among the ranks, tatami.tile(sharded_optimizer=True): p0 would keep" in told
     tight = Cluster(processors=tuple(replace(each, memory_bytes=140 * 10**6) for each in cluster.processors))
     found = plan(cluster=tight, workload=work.with_sharded_optimizer)
     assert [replica.micro_batches for replica in found.layout.replicas] == [4, 4, 4]  # the shards fill what is left

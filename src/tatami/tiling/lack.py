@@ -120,9 +120,7 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
         yield f"all {workload.samples} samples would fit with {what}{time}"
 
 
-def _with_shards(
-    held: Callable[[Cluster, Workload], Layout | None], *, cluster: Cluster, workload: Workload
-) -> Iterator[str]:
+def _with_shards(held: Callable[[Cluster, Workload], Layout | None], *, cluster: Cluster, workload: Workload) -> Iterator[str]:
     """What each processor would keep of a workload whose optimizer is sharded, where that makes room."""
     least = least_bytes(workload)
     able = [each.name for each in cluster.processors if each.memory_bytes is None or each.memory_bytes >= least]

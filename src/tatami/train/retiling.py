@@ -83,8 +83,8 @@ class Retiling:
         refuse_elastic(model.comm, "Retiling")
         if model.stage is not None and model.shards_optimizer:
             raise InputError(
-                "pipeline stages with a sharded optimizer are not re-tiled yet: leave retile out, or give tatami.tile stages=1 or "
-                "no sharded_optimizer"
+                "pipeline stages with a sharded optimizer are not re-tiled yet: leave retile out, or give tatami.tile stages=1 "
+                "or no sharded_optimizer"
             )
         if model.stage is not None and not retiler.knows_stages:
             raise InputError(

@@ -357,7 +357,7 @@ class Trainer:
                 raise
             lack = error.with_traceback(None)  # which holds the copy of the network that was tiled
         try:
-            model = tile(sharded_optimizer=True)
+            model = tile(sharded_optimizer=True, stages=1)
         except (MemoryLackError, ModelError):
             raise lack from None
         if model.comm.rank == 0 and not self._tile.keywords.get("quiet"):

@@ -200,7 +200,7 @@ class Workload:
 
     @cached_property
     def with_sharded_optimizer(self) -> Workload:
-        """The same network where each rank keeps the optimizer's state of its shard alone, so that nothing is split over units."""
+        """The same network where each rank keeps the optimizer's state of its shard alone, and nothing is split over units."""
         if self.sharded_bytes_per_parameter:
             return self
         units_bytes = [block.units * block.unit_activation_bytes for block in self.blocks]
