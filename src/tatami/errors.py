@@ -92,10 +92,15 @@ class PlanError(InputError):
 
 
 class MemoryLackError(PlanError, MemoryError):
-    """A network that the processors' memory does not hold; `lacking_bytes` says who lacks how much, by name."""
+    """A network that the processors' memory does not hold.
 
-    def __init__(self, message: str, *, lacking_bytes: Mapping[str, float]) -> None:
-        self.lacking_bytes = dict(lacking_bytes)
+    Attributes:
+        lacking_bytes: by name, how much each processor lacks that lacks any.
+        fits_sharded: whether they hold it with a sharded optimizer.
+    """
+
+    def __init__(self, message: str, *, lacking_bytes: Mapping[str, float], fits_sharded: bool = False) -> None:
+        self.lacking_bytes, self.fits_sharded = dict(lacking_bytes), fits_sharded
         super().__init__(message)
 
 

@@ -30,6 +30,7 @@ SAVED: dict[str, Layout | StagedLayout] = {
     "units": FOUR_RANKS,
     "sharded": some_layouts(4)[1],
     "stages": staged(4, stages=2, cuts=(1,)),
+    "sharded stages": staged(4, stages=2, cuts=(1,)),
     "micro-batches": staged(4, stages=2, cuts=(1,), micro_batches=2),
 }
 
@@ -55,7 +56,7 @@ class Loop:
         self.y = torch.rand(SAMPLES, 2, generator=draw, dtype=torch.float64)
         if isinstance(layout, StagedLayout):
             given = {"layout": layout, "sample": self.x[:4], "speeds": "equal", "reduction": "mean", "quiet": True}
-            self.model = tatami.tile(plain, comm, batch_size=BATCH, **given)  # type: ignore[arg-type]
+            self.model = tatami.tile(plain, comm, batch_size=BATCH, sharded_optimizer=sharded, **given)  # type: ignore[arg-type]
         else:
             self.model = tiled(plain, comm, layout=layout, batch_size=BATCH, sharded_optimizer=sharded)
         self.model.generator.manual_seed(5)
@@ -106,7 +107,7 @@ def test_a_run_of_four_ranks_goes_on_on_any_ranks_and_layout(size: int, saved: s
     plain = WITHOUT_NORM if in_parts else NETWORK
 
     def straight(comm: AbstractCommunicator) -> Any:
-        loop = Loop(comm, SAVED[saved], plain, sharded=saved == "sharded")
+        loop = Loop(comm, SAVED[saved], plain, sharded="sharded" in saved)
         loop.train(until=SAVED_AT)
         loop.save(tmp_path)
         loop.train(until=9)
@@ -123,10 +124,11 @@ def test_a_run_of_four_ranks_goes_on_on_any_ranks_and_layout(size: int, saved: s
     runs: list[tuple[Layout | StagedLayout, bool]] = [(layout, False) for layout in some_layouts(size)[-2:]]
     runs += [(staged(size, stages=2, cuts=(1,), micro_batches=1 + in_parts), False)] if size > 1 else []
     runs += [(some_layouts(size)[1 if size > 1 else 0], True)]
+    runs += [(staged(size, stages=2, cuts=(1,), micro_batches=1 + in_parts), True)] if size == 4 else []
     for layout, shards in runs:
         for again, ended in run_threads(partial(resumed, layout=layout, shards=shards), size=size):
             # The layout of that time comes back, and every bit with it.
-            if size == 4 and type(layout) is type(SAVED[saved]) and shards <= (saved == "sharded"):
+            if size == 4 and type(layout) is type(SAVED[saved]) and shards <= ("sharded" in saved):
                 assert again == losses[SAVED_AT:]
                 assert all(torch.equal(ended[name], value) for name, value in weights.items())
             else:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from equal_runs import plain_fit
 from test_tiled_optimizers import ByNorm, WithClosure
 from torch import nn
 
+import tatami
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, ModelError, PlanError
+from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
+from tatami.retiling import Retiler
 from tatami.testing.worlds import World
+from tatami.tiling import Layout, StagedLayout, plan
 from tatami.tiling.memory import memory_bytes
-from tatami.tiling.sharding import rounds_of, shard_bounds, shard_shares
-from tatami.train import TiledModel, move, tile, whole_state_dict
+from tatami.tiling.sharding import rounds_of, shard_bounds, shard_shares, with_even_part
+from tatami.train import Retiling, TiledModel, Trainer, move, tile, whole_state_dict
 from tatami.workload import Workload
-from tiled_rig import WithUnused, assert_close, simple_layout
+from tiled_rig import WithUnused, assert_close, simple_layout, staged
 
 SPEEDS = [1.0, 3.0, 0.0625, 2.0]
 
@@ -86,13 +94,104 @@ def test_a_loop_by_hand_is_that_of_one_machine(world: World, own_clip: bool) -> 
                 optimizer.step(lambda: 0.0)
             with pytest.raises(InputError, match="needs replicas of one rank each"):
                 tile(built, comm, layout=simple_layout(range(comm.size)), sharded_optimizer=True, **given)
-            with pytest.raises(InputError, match="sharded_optimizer=True does not work with pipeline stages yet"):
-                tile(built, comm, stages=2, sharded_optimizer=True, **given)
             by_hand = tile(built, comm, sharded_optimizer=True, **given)
             for parameter in by_hand.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             with pytest.raises(InputError, match=r"do not set parameter\.grad by hand"):
                 torch.optim.SGD(by_hand.parameters(), lr=0.1).step()
+
+    world(body)
+
+
+class Tied(nn.Module):
+    """Its first and last stage share a weight, and a scalar of which one replica has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.up, self.down, self.head = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embedding(x) * self.gain
+        y = y + self.down(torch.tanh(self.up(y)))
+        result: torch.Tensor = self.head(torch.tanh(y)) * self.gain
+        return result
+
+
+@one_at_a_time
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied().double()
+
+
+def train_tied(model: Any, optimizer: torch.optim.Optimizer, steps: range, parts: Any) -> None:
+    """Two batches for an update, and clipping."""
+    for step in steps:
+        optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(step)
+        for size in (11, 9):
+            for x, y in parts(*(torch.randint(0, 11, (size, 5), generator=draw) for _ in range(2))):
+                nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05 if step % 2 else 0.3)
+        optimizer.step()
+
+
+def crossed(layout: StagedLayout) -> StagedLayout:
+    """The same with the ranks of the last stage in another order than the replicas have in the first."""
+    last, names = layout.stages[-1], layout.stages[-1].processors
+    return replace(layout, stages=(*layout.stages[:-1], last.renamed(dict(zip(names, names[::-1], strict=True)))))
+
+
+def test_stages_are_those_of_one_machine_and_go_on_in_other_layouts(world: World, tmp_path: Path) -> None:
+    plain, built = tied(), tied()
+    settings: Any = {"lr": 0.02, "eps": 1e-6}
+    train_tied(plain, torch.optim.AdamW(plain.parameters(), **settings), range(5), lambda *batch: [batch])
+
+    def body(comm: AbstractCommunicator) -> None:
+        size = comm.size
+        given: Any = {"batch_size": 11, "reduction": "mean", "quiet": True, "sample": torch.zeros(4, 5, dtype=torch.long)}
+        given |= {"speeds": SPEEDS[:size]}
+        folder = comm.bcast_object(tmp_path)
+        each_alone = simple_layout(*([rank] for rank in range(size)))
+        laid: list[Layout | StagedLayout] = [each_alone]
+        if size > 1:
+            laid += [staged(size, stages=2, cuts=(1,), micro_batches=2), crossed(staged(size, stages=2, cuts=(3,)))]
+        if size == 3:
+            laid.append(staged(3, stages=3, cuts=(1, 2)))
+
+        def begun(layout: Layout | StagedLayout, *, shards: bool) -> tuple[TiledModel, torch.optim.Optimizer]:
+            model = tile(built, comm, layout=layout, sharded_optimizer=shards, **given)
+            return model, torch.optim.AdamW(model.parameters(), **settings)
+
+        for number, layout in enumerate(laid):
+            for shards in (True, False):
+                model, optimizer = begun(layout, shards=shards)
+                train_tied(model, optimizer, range(3), model.micro_batches)
+                tatami.save_training(folder / f"{number}-{shards}", model, optimizer, step=3)
+                train_tied(model, optimizer, range(3, 5), model.micro_batches)
+                assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"{layout}, {shards}")
+                if shards and model.stage is not None:
+                    with pytest.raises(ModelError, match="cannot be moved to or from pipeline stages yet"):
+                        move(model, each_alone, optimizer=optimizer)
+                    with pytest.raises(InputError, match="pipeline stages with a sharded optimizer are not re-tiled yet"):
+                        Retiling(model, optimizer, retiler=Retiler())
+                if model.sharding is not None and model.stage is not None:
+                    mine = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
+                    assert model.stage.plan is not None
+                    elements = sum(each.numel() for each in model.own_parameters() if each.dim())
+                    assert mine == pytest.approx(2 * elements * model.stage.plan.optimizer_shares[model.name], abs=8)
+                    assert sum(model.stage_comm.allgather_object(mine)) == 2 * elements
+                model.close()
+        for shards in (True, False):
+            for number, saved in enumerate(laid):
+                resumed, optimizer = begun(laid[(number + 1) % len(laid)], shards=not shards or len(laid) == 1)
+                assert tatami.load_training(folder / f"{number}-{shards}", resumed, optimizer) is not None
+                train_tied(resumed, optimizer, range(3, 5), resumed.micro_batches)
+                what = f"{saved} after {laid[(number + 1) % len(laid)]}, sharded: {shards}"
+                assert_close(comm.bcast_object(whole_state_dict(resumed)), plain.state_dict(), what=what)
+                resumed.close()
 
     world(body)
 
@@ -104,13 +203,89 @@ def test_shares_follow_speed_within_memory_and_predictions_count_them() -> None:
     assert shard_shares([1, 3], rooms_bytes=[1, 3], size_bytes=8) == (0.25, 0.75)  # too little for all
     bounds = shard_bounds([5, 0, 7], [0.5, 0.0, 0.5])
     assert bounds == [(0, 5, 5, 5), (0, 0, 0, 0), (0, 1, 1, 7)]
-    rounds = rounds_of(bounds, rounds=4)
+    rounds = rounds_of([tuple(pairwise(each)) for each in bounds], rounds=4)
     taken = sorted((index, at) for each in rounds for own in each for index, start, stop in own for at in range(start, stop))
     assert taken == [*((0, at) for at in range(5)), *((2, at) for at in range(7))]
+    assert with_even_part([0.1, 0.9], 0.4) == pytest.approx((0.2, 0.8))  # half of 0.4 at least
+    assert with_even_part([0.3, 0.7], 0.4) == pytest.approx((0.3, 0.7))
+    assert with_even_part([0.5, 0.5], 1.0) == (0.5, 0.5)
     memories = {"p0": 75_000, "p1": 10**9}
     cluster = Cluster(processors=tuple(Processor(name=name, speed=1.0, memory_bytes=own) for name, own in memories.items()))
     work = Workload(samples=2, replicated_parameters=3000, replicated_flop_per_sample=1, sharded_bytes_per_parameter=12.0)
     layout = simple_layout([0], [1])
     whole = 3000 * (8 + 4 * 4)  # weights, gradients, and messages of two rounds
     kept = memory_bytes(layout, workload=work, cluster=cluster)
-    assert kept == pytest.approx({"p0": 75_000, "p1": whole + 12 * 3000 - 3000})
+    assert kept == pytest.approx({"p0": 74_999, "p1": whole + 12 * 3000 - 2999})  # a byte is left for rounding
+
+
+def test_a_plan_without_room_says_what_each_rank_would_keep_with_shards() -> None:
+    work = Workload(
+        samples=40, replicated_parameters=10**7, replicated_flop_per_sample=10**8, replicated_activation_bytes=10**6
+    )
+    memories = (150 * 10**6, 170 * 10**6, 190 * 10**6)
+    cluster = Cluster(
+        processors=tuple(Processor(name=f"p{rank}", speed=1.0 + rank, memory_bytes=own) for rank, own in enumerate(memories))
+    )
+    with pytest.raises(MemoryLackError) as caught:
+        plan(cluster=cluster, workload=work)
+    sharded = plan(cluster=cluster, workload=work.with_sharded_optimizer)
+    kept = sharded.memory_bytes
+    assert all(own <= given for own, given in zip(kept.values(), memories, strict=True))
+    assert caught.value.fits_sharded
+    told = str(caught.value)
+    assert "shared out among the ranks, tatami.tile(sharded_optimizer=True): p0 would keep" in told
+    tight = Cluster(processors=tuple(replace(each, memory_bytes=140 * 10**6) for each in cluster.processors))
+    found = plan(cluster=tight, workload=work.with_sharded_optimizer)
+    assert [replica.micro_batches for replica in found.layout.replicas] == [4, 4, 4]  # the shards fill what is left
+    assert 139 * 10**6 < max(found.memory_bytes.values()) <= 140 * 10**6
+
+
+class Tables(nn.Module):
+    """Large tables, in which few rows are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(7_500, 40) for _ in range(8))
+        self.last = nn.Linear(40, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.stack([table(x) for table in self.tables]).sum(0))
+        return result
+
+
+@one_at_a_time
+def tables() -> nn.Module:
+    torch.manual_seed(0)
+    return Tables().double()
+
+
+@pytest.mark.filterwarnings("ignore:timed leaves out")
+def test_a_trainer_shards_where_there_is_no_room_otherwise(world: World) -> None:
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randint(0, 7_500, (16,), generator=draw), torch.randn(16, 2, generator=draw, dtype=torch.float64)
+    plain, built = tables(), tables()
+    make = partial(torch.optim.AdamW, lr=0.02)
+    batches = [(x, y)] * 3
+    expected = plain_fit(plain, batches, loss=lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), optimizer=make, clip_norm=0.5)
+    elements = sum(each.numel() for each in plain.parameters())
+
+    def body(comm: AbstractCommunicator) -> None:
+        processors = (Processor(name=f"p{rank}", speed=1.0 + rank, memory_bytes=39 * elements) for rank in range(comm.size))
+        cluster = Cluster(processors=tuple(processors))
+
+        def trainer(make: Any, **given: Any) -> Trainer:
+            own = partial(tile, speeds=cluster, planner="weighted", **given)
+            return Trainer(built, comm=comm, tile=own, optimizer=make, loss=nn.MSELoss(), gradient_clip_val=0.5)
+
+        fitting = trainer(make)
+        for refused in (trainer(make, sharded_optimizer=False), trainer(ByNorm), *([fitting] if comm.size == 1 else [])):
+            with pytest.raises(MemoryLackError, match="weighted finds no room"):
+                refused.fit((x, y), batch_size=16, epochs=1)
+        if comm.size > 1:
+            losses = fitting.fit((x, y), batch_size=16, epochs=3).losses
+            assert losses == pytest.approx(expected[0], rel=1e-10)
+            assert_close(comm.bcast_object(whole_state_dict(fitting.model)), expected[1], what="weights")
+            kept = sum(v.numel() for state in fitting.optimizer.state.values() for v in state.values() if v.dim())
+            assert sum(comm.allgather_object(kept)) == 2 * elements
+
+    world(body)

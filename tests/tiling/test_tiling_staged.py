@@ -162,6 +162,32 @@ def test_replicas_share_samples_by_speed_and_sum_the_gradients_of_their_stage() 
     assert [replica.width for replica in found.layout.stages[0].replicas] == pytest.approx([43 / 64, 21 / 64])
 
 
+def test_a_sharded_optimizer_makes_room_for_replicas_of_stages() -> None:
+    """Four machines that hold about half of the network each."""
+    workload = _gpt(width=1024, vocabulary=8192, layers=6, tied=True)
+    sharded = workload.with_sharded_optimizer
+    state_bytes = sharded.replicated_parameters * 20
+    memories = (0.55, 0.47, 0.55, 0.55)
+    processors = (
+        Processor(name=f"p{i}", speed=1e12, memory_bytes=round(each * state_bytes)) for i, each in enumerate(memories)
+    )
+    slow = Link(bandwidth_bytes_per_s=1e8, latency_s=1e-4)
+    cluster = Cluster(processors=tuple(processors), network=slow)
+    layout = _layout(("p0", "p1"), ("p2", "p3"), cuts=(8,), widths=(0.5, 0.5), micro_batches=6)
+    assert not price_stages(layout, cluster=cluster, workload=workload).fits
+    priced = price_stages(layout, cluster=cluster, workload=sharded)
+    assert priced.fits
+    shares = priced.optimizer_shares
+    for stage in layout.stages:
+        assert sum(shares[name] for name in stage.processors) == pytest.approx(1.0)
+    assert shares["p1"] < shares["p0"]
+    assert plan_stages(cluster, workload, stages=2) is None
+    found = plan_stages(cluster, sharded, stages=2)
+    assert found is not None
+    assert found.fits
+    assert found.layout.num_replicas == 2
+
+
 def test_speeds_by_size_and_batch_statistics() -> None:
     table = SpeedTable([(1e6, 1e9), (1e9, 1e11)])
     machines = Cluster(processors=(Processor(name="a", speed=table), Processor(name="b", speed=table)))

@@ -155,7 +155,7 @@ class TiledModel(nn.Module):
         outside: what the loss reads of the weights outside of the forward pass.
         thread: that trains it; ranks may be threads of one process.
         sharding: sums gradients and knows which weights this rank updates, where the optimizer's state is sharded in
-            `shard_fractions` of all weights, one for each rank; else None.
+            `shard_fractions` of the weights, one for each rank of `stage_comm`; else None.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
     """
 
@@ -321,7 +321,7 @@ class TiledModel(nn.Module):
         self._own_forwards = {each: vars(each).get("forward") for each in module.modules()}
         self.norms = WholeNorms(
             self.stage_comm,
-            holders=lambda: self._replicas()[0] if self.sharding is None else range(comm.size),
+            holders=lambda: self._replicas()[0] if self.sharding is None else range(self.stage_comm.size),
             phases=self.phases,
         )
 
@@ -331,9 +331,11 @@ class TiledModel(nn.Module):
         self.sharding: ShardedSums | None = None
         self._overlapped: OverlappedSums | None = None
         if not self._is_alone and self._shard_fractions is not None:
+            tied = () if self.stage is None else self.stage.tied
             sums = self.sharding = ShardedSums(
                 self.stage_comm,
                 shares=self._shard_fractions,
+                tied={each for name, each in module.named_parameters() if name in tied},
                 wire=self._wire,
                 phases=self.phases,
                 layout=lambda: self._placement,
@@ -863,6 +865,11 @@ class TiledModel(nn.Module):
     def has_results(self) -> bool:
         """Whether the network's results are on this rank: not where they are on the last stage and this is another one."""
         return self.stage is None or self.stage.is_last
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether ranks that hold the same weights share out the optimizer's state, also where a stage has one rank."""
+        return self._shard_fractions is not None
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from tatami.gradients.base import AbstractGradientSums
 from tatami.model.model_stage import ModelStage
+from tatami.runtime.sharded_sums import ShardedSums
 
 
 class TiedSums(AbstractGradientSums):
@@ -44,6 +46,20 @@ class TiedSums(AbstractGradientSums):
             sums = [None if grad is None else grad.mul_(weight) for grad in gradients]
         places = {self._names[parameter]: place for place, parameter in enumerate(parameters)}
         tied = {name: places[name] for name in self._stage.tied if name in places}
-        for name, total in self._stage.sum_tied({name: sums[place] for name, place in tied.items()}).items():
-            sums[tied[name]] = total
+        if not isinstance(self._replicas, ShardedSums):
+            for name, total in self._stage.sum_tied({name: sums[place] for name, place in tied.items()}).items():
+                sums[tied[name]] = total
+            return sums
+        shard_of = self._replicas.part
+        # A copy, which may still be on its way when the sum takes its place.
+        parts = {
+            name: None if (whole := sums[place]) is None else shard_of(parameters[place], whole).clone()
+            for name, place in tied.items()
+        }
+        for name, total in self._stage.sum_tied(parts).items():
+            parameter, whole = parameters[tied[name]], sums[tied[name]]
+            if total is not None:
+                whole = torch.full_like(parameter, math.nan, requires_grad=False) if whole is None else whole
+                shard_of(parameter, whole).copy_(total)
+                sums[tied[name]] = whole
         return sums

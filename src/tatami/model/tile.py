@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -105,7 +105,8 @@ def tile(
             more in the backward pass (docs/networks.md, Memory): True: all; False: none; None: those that the plan chose
             because they lack memory. Not with pipeline stages yet.
         sharded_optimizer: each rank updates a shard of the weights and keeps the optimizer's state of that shard alone, a share
-            by memory and speed; the others are sent its weights (ZeRO; docs/training.md). Replicas then have one rank each.
+            by memory and speed; the others are sent its weights (ZeRO; docs/training.md). Replicas, or their pipeline stages,
+            then have one rank each.
         optimizer_moments: tensors as large as a weight that the optimizer keeps for it, which plans count as memory: 2 for Adam
             and AdamW, 1 for SGD with momentum, 0 for plain SGD.
         cost: what the planner minimises; None for the planner's own choice.
@@ -175,7 +176,7 @@ def tile(
     planned_stages = None if comm.changes and stages is not None and stages > comm.size else stages
     asks_stages = isinstance(layout, StagedLayout) or (stages is not None and stages > 1)
     if sharded_optimizer:
-        _refuse_asked_shards(comm, layout, asks_stages=asks_stages)
+        _refuse_asked_shards(comm, layout)
     if asks_stages:
         _refuse_asked_stages(sample=sample, random=random, batch_norm=batch_norm)
     with _setting_up(comm), shown(comm.rank == 0 and not quiet):
@@ -208,7 +209,7 @@ def tile(
         )
         network = None
         is_plain = random == "plain" and batch_norm == "global"
-        is_free = planner == DEFAULT_PLANNER and layout is None and stages is None and is_plain and not sharded_optimizer
+        is_free = planner == DEFAULT_PLANNER and layout is None and stages is None and is_plain
         can_be = sample is not None and (comm.size > 1 or comm.changes)
         if asks_stages or (is_free and can_be):
             network = _recorded(whole, found, sample, random=random, is_needed=asks_stages, fewest=stages or 1)
@@ -293,12 +294,17 @@ def tile(
         release(whole, staging=stage.staging, stage=stage.index)
         found = stage.blocks_of(found)
         layout = stage.own_layout
-    shares = {}
+    shares: Mapping[str, float] = {}
     if sharded_optimizer:
-        shares = optimizer_shares(layout, workload=workload, cluster=cluster, ranks=comm.size)
+        if stage is None:
+            shares = optimizer_shares(layout, workload=workload, cluster=cluster, ranks=comm.size)
+        elif stage.plan is not None:
+            shares = stage.plan.optimizer_shares
         if comm.rank == 0 and not quiet and comm.size > 1:
             parts = " ".join(_few([f"{shares.get(each.name, 0.0):.0%}" for each in cluster.processors]))
-            print(f"tatami: the optimizer is sharded: {parts} of the weights are updated by each rank", flush=True)
+            of_stage = "" if stage is None else " of its stage"
+            print(f"tatami: the optimizer is sharded: {parts} of the weights{of_stage} are updated by each rank", flush=True)
+    own_names = [each.name for each in cluster.processors if stage is None or each.name in layout.processors]
     if comm.rank == 0 and not quiet and own.on_devices:
         print(f"tatami: {own.describe()}", flush=True)
     tiled = TiledModel(
@@ -319,7 +325,7 @@ def tile(
         gather=whole_state_dict,
         stage=stage,
         staged=staged,
-        shard_fractions=[shares.get(each.name, 0.0) for each in cluster.processors] if sharded_optimizer else None,
+        shard_fractions=[shares.get(name, 0.0) for name in own_names] if sharded_optimizer else None,
         recompute=recompute,
         optimizer_moments=optimizer_moments,
     )
@@ -346,16 +352,16 @@ def _asked_to_recompute(
     return layout.recomputing() if recompute else layout
 
 
-def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayout | None, *, asks_stages: bool) -> None:
+def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayout | None) -> None:
     """
     Raises:
         InputError: a sharded optimizer was asked for where there can be none.
     """
+    stages = layout.stages if isinstance(layout, StagedLayout) else () if layout is None else (layout,)
     for is_so, why in (
         (comm.changes, "does not follow ranks that die or join yet: start the script without --elastic"),
-        (asks_stages, "does not work with pipeline stages yet: give stages=1"),
         (
-            isinstance(layout, Layout) and any(len(replica.processors) > 1 for replica in layout.replicas),
+            any(stage.deepest > 1 for stage in stages),
             "needs replicas of one rank each, and this layout has larger ones: give replicas of one processor, or no layout",
         ),
     ):

@@ -27,9 +27,8 @@ from tatami.runtime.precision import without_autocast
 from tatami.runtime.rows import TiledBlock
 from tatami.stages.stand_in import StandIn
 from tatami.workload import Block, Recomputation, RecomputedLayer, Workload
+from tatami.workload.workload import OWN_COPIES
 
-_OWN_COPIES = 2
-"""A weight and its gradient."""
 _GOOD_COPIES = 1
 """The Trainer's copy of the last good weight; with the optimizer's moments a rank may keep it of its shard alone."""
 _ADAM_MOMENTS = 2
@@ -376,7 +375,7 @@ def workload_of(
         replicated_flop_per_sample=_replicated_flop(found, replicated),
         wire=wire,
         element_bytes=element_bytes,
-        state_bytes_per_parameter=(_OWN_COPIES + optimizer_copies) * element_bytes,
+        state_bytes_per_parameter=(OWN_COPIES + optimizer_copies) * element_bytes,
         sharded_bytes_per_parameter=optimizer_copies * element_bytes if sharded_optimizer else 0.0,
         update_bytes_per_parameter=_UPDATE_COPIES * element_bytes if optimizer_moments >= _ADAM_MOMENTS else 0.0,
         largest_parameters=max((parameter.numel() for parameter in replicated), default=0),

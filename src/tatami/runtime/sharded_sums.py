@@ -1,4 +1,4 @@
-"""Gradient sums of replicas of one rank that shard the optimizer's state (ZeRO): each rank sums, and updates, its own shard.
+"""Gradient sums of ranks that hold the same weights and shard the optimizer's state (ZeRO): each sums and updates its shard.
 
     backward()         gradients are sent to the ranks that own them (reduce-scatter); `.grad` of a weight is the sum where
                        this rank owns its elements, and NaN elsewhere, so that nothing computes with a part of a sum unnoticed
@@ -10,7 +10,8 @@ That is as many bytes as an all-reduce of the gradients. Both go in rounds, so t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from tatami.gradients.base import AbstractGradientSums
 from tatami.runtime.phases import IterationPhase, Phases
 from tatami.runtime.same_batch import different_sizes
 from tatami.runtime.vector_sum import VectorSum, wire_dtype
-from tatami.tiling.sharding import Slices, num_rounds, rounds_of, shard_bounds
+from tatami.tiling.sharding import Ranges, Slices, num_rounds, rounds_of, shard_bounds
 
 _TAG = 17
 _KEPT = 16
@@ -33,8 +34,10 @@ class ShardedSums(AbstractGradientSums):
     """Gradient sums of one model whose optimizer state is sharded.
 
     Args:
-        comm: all ranks; each holds the whole network.
+        comm: the ranks; each holds all weights of the network, or of one pipeline stage.
         shares: of every rank, the share of all trained weights that it updates.
+        tied: weights that other pipeline stages hold, too. Replicas share each of them evenly, so that the ranks of one replica
+            update the same elements in all these stages.
         wire: as what gradients travel; None: as they are. Weights always travel as they are.
         phases: where the time goes.
         layout: who has which samples.
@@ -49,6 +52,7 @@ class ShardedSums(AbstractGradientSums):
         comm: AbstractCommunicator,
         *,
         shares: Sequence[float],
+        tied: Collection[nn.Parameter] = (),
         wire: str | None,
         phases: Phases,
         layout: Callable[[], object],
@@ -56,9 +60,10 @@ class ShardedSums(AbstractGradientSums):
         replica: Callable[[], int | None],
     ) -> None:
         self._comm, self._shares, self._wire, self._phases = comm, tuple(shares), wire_dtype(wire), phases
+        self._tied = tied
         self._layout, self._replicas, self._replica = layout, replicas, replica
         self._facts = VectorSum(comm)
-        self._bounds: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._ranges: dict[nn.Parameter, Ranges] = {}
         self._rounds: dict[tuple[int, ...], list[Round]] = {}
         self._rooms: dict[tuple[object, ...], torch.Tensor] = {}
 
@@ -72,13 +77,12 @@ class ShardedSums(AbstractGradientSums):
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether gradients of this parameter were summed."""
-        return parameter in self._bounds
+        return parameter in self._ranges
 
     def range_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         """The elements of a parameter that this rank updates."""
         assert isinstance(parameter, nn.Parameter)
-        bounds = self._bounds[parameter]
-        return bounds[self._comm.rank], bounds[self._comm.rank + 1]
+        return self._ranges[parameter][self._comm.rank]
 
     def part(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """A view of the shard's part of `like`, shaped as the parameter: flat, or as it is where that is all."""
@@ -87,11 +91,23 @@ class ShardedSums(AbstractGradientSums):
 
     def shard(self, parameters: Sequence[nn.Parameter]) -> None:
         """Share out those that are not known yet; the same on all ranks."""
-        new = [parameter for parameter in parameters if parameter not in self._bounds]
+        new = [parameter for parameter in parameters if parameter not in self._ranges]
         for parameter in new:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        self._bounds.update(zip(new, shard_bounds([each.numel() for each in new], self._shares), strict=True))
+        tied = [parameter for parameter in new if parameter in self._tied]
+        rest = [parameter for parameter in new if parameter not in self._tied]
+        replicas = self._replicas()
+        wanted = [share * sum(each.numel() for each in new) for share in self._shares]
+        for each in tied:
+            cuts = shard_bounds([each.numel()], (1 / len(replicas),) * len(replicas))[0]
+            ranges = {rank: range_ for (rank,), range_ in zip(replicas, pairwise(cuts), strict=True)}
+            self._ranges[each] = tuple(ranges.get(rank, (0, 0)) for rank in range(self._comm.size))
+            wanted = [size - (stop - start) for size, (start, stop) in zip(wanted, self._ranges[each], strict=True)]
+        sizes = [max(0.0, size) for size in wanted]
+        shares = [size / sum(sizes) for size in sizes] if tied and sum(sizes) else self._shares
+        cut = shard_bounds([each.numel() for each in rest], shares)
+        self._ranges.update(zip(rest, (tuple(pairwise(bounds)) for bounds in cut), strict=True))
 
     def finish(
         self,
@@ -233,8 +249,8 @@ class ShardedSums(AbstractGradientSums):
             if len(self._rounds) == _KEPT:
                 self._rounds.clear()
             size_bytes = sum(each.numel() * each.element_size() for each in parameters)
-            bounds = [self._bounds[each] for each in parameters]
-            self._rounds[key] = rounds_of(bounds, rounds=num_rounds(size_bytes))
+            ranges = [self._ranges[each] for each in parameters]
+            self._rounds[key] = rounds_of(ranges, rounds=num_rounds(size_bytes))
         return self._rounds[key]
 
     def _room(self, key: tuple[object, ...], slices: Slices, flat: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

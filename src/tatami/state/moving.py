@@ -80,8 +80,8 @@ def _refuse_stages(
             "this model does not know the pieces that stages share out: give tatami.tile a sample and the default planner, "
             "or the layout with stages"
         )
-    if model.sharding is not None:
-        raise ModelError("a model with sharded_optimizer=True cannot be moved to pipeline stages yet")
+    if model.shards_optimizer:
+        raise ModelError("a model with sharded_optimizer=True cannot be moved to or from pipeline stages yet")
     if companions:
         raise ModelError("tensors beside the weights (companions) cannot be moved to or from pipeline stages yet")
     if model._gradients.in_parts:

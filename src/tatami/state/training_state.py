@@ -55,6 +55,8 @@ def shard_of(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
     for piece in _pieces(model):
         tensor = tensors[piece.name]
         if (sharding := _sharding(model, tensor)) is not None:
+            if model.stage is not None and not model.stage.counts(piece.name):  # the first stage that has it writes it
+                continue
             start, stop = sharding.range_of(tensor)
             parts = {_VALUE: tensor.detach().view(-1)[start:stop], **_state(model, optimizer, tensor)}
             if start < stop:
@@ -124,9 +126,9 @@ def restore_layout(model: TiledModel, optimizer: torch.optim.Optimizer, common: 
         return
     layout = _layout(common["layout"])
     if isinstance(layout, StagedLayout):
-        can_be = model.staged is not None and model.sharding is None
+        can_be = model.staged is not None and not model.shards_optimizer
     else:
-        can_be = model.sharding is None or all(len(replica.processors) == 1 for replica in layout.replicas)
+        can_be = not model.shards_optimizer or (model.stage is None and layout.deepest == 1)
     if can_be and tuple(common["names"]) == model.names and layout != model.whole_layout:
         move(model, layout, optimizer=optimizer)
 
@@ -180,7 +182,10 @@ class Assembly:
             found = self._found.setdefault(name, {})
             sharding = _sharding(self._model, mine)
             if "elements" in piece or sharding is not None:
-                self._missing[name] -= self._take_elements(found, piece, mine, sharding)
+                come = self._take_elements(found, piece, mine, sharding)
+                # What was whole on each rank comes from every stage that had it.
+                is_whole = piece.get("units") is None and "elements" not in piece
+                self._missing[name] = 0 if is_whole else self._missing[name] - come
                 continue
             for key, part in tensors.items():
                 if key not in found:

@@ -25,6 +25,7 @@ _MACHINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _MOST_ENLARGED = 4
 """The fastest machines for which it is tried what more memory would do."""
 _MIB = 1 << 20
+_SHARDED = "the optimizer's state shared out among the ranks, tatami.tile(sharded_optimizer=True)"
 _PLAIN_SGD_BYTES = 12.0
 """Bytes of state for each trained weight with an optimizer without moments."""
 
@@ -69,8 +70,11 @@ def with_remedies(
 ) -> MemoryLackError:
     """The error, and what would do, which takes some plans more to find out."""
     what = "; ".join(_remedies(planner, cluster=cluster, workload=workload, cost=cost))
+    fits_sharded = _SHARDED in what
     what = what or "take fewer samples, or machines with more memory"
-    return MemoryLackError(f"{error}. {what[0].upper()}{what[1:]}", lacking_bytes=error.lacking_bytes)
+    return MemoryLackError(
+        f"{error}. {what[0].upper()}{what[1:]}", lacking_bytes=error.lacking_bytes, fits_sharded=fits_sharded
+    )
 
 
 def _size(size_bytes: float) -> str:
@@ -95,6 +99,8 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
     if workload.recompute is False and fits(cluster, replace(workload, recompute=None)):
         yield "it fits if activations are recomputed: leave that to the planner"
         return
+    if not workload.sharded_bytes_per_parameter:
+        yield from _with_shards(held, cluster=cluster, workload=workload.with_sharded_optimizer)
     low, high = cluster.size - 1, workload.samples
     while high - low > 1:
         middle = (low + high) // 2
@@ -112,6 +118,23 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
     for predicted_s, what in bought:
         time = f" ({format_duration(predicted_s, digits=3)} an iteration)" if knows_times else ""
         yield f"all {workload.samples} samples would fit with {what}{time}"
+
+
+def _with_shards(held: Callable[[Cluster, Workload], Layout | None], *, cluster: Cluster, workload: Workload) -> Iterator[str]:
+    """What each processor would keep of a workload whose optimizer is sharded, where that makes room."""
+    least = least_bytes(workload)
+    able = [each.name for each in cluster.processors if each.memory_bytes is None or each.memory_bytes >= least]
+    if len(able) < 2:
+        return
+    run = cluster.only(able)
+    layout = held(run, workload)
+    if layout is None or layout.empty(workload):
+        return
+    kept = memory_bytes(layout, workload=workload, cluster=run)
+    given = {name: run.by_name[name].memory_bytes for name in able[:_SHOWN]}
+    sizes = [f"{name} would keep {_size(kept[name])}" + (f" of {_size(size)}" if size else "") for name, size in given.items()]
+    more = f" and {len(able) - _SHOWN} more" if len(able) > _SHOWN else ""
+    yield f"all samples would fit with {_SHARDED}: {', '.join(sizes)}{more}"
 
 
 def _bought(

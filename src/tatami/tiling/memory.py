@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tatami.cluster import Cluster
 from tatami.tiling.layout import Layout
-from tatami.tiling.sharding import num_rounds, shard_shares
+from tatami.tiling.sharding import num_rounds, shard_shares, with_even_part
 from tatami.tiling.speeds import at_equal_times
 from tatami.tiling.summing import summing_shares, transfer_rates
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, is_one_vector
@@ -68,9 +68,11 @@ def optimizer_shares(
     if cluster is None:
         return dict.fromkeys(names, 1 / len(names))
     kept = _unsharded(layout, workload=workload, cluster=cluster, ranks=ranks)
-    rooms = (_limits(layout, cluster=cluster) - kept).tolist()
+    rooms = (_limits(layout, cluster=cluster) - kept - 1.0).tolist()  # a byte less: shares that fill a room are rounded
     speeds = [cluster.by_name[name].speed for name in names]
     shares = shard_shares(speeds, rooms_bytes=rooms, size_bytes=workload.sharded_state_bytes)
+    if workload.tied_parameters:
+        shares = with_even_part(shares, workload.tied_parameters / workload.replicated_parameters)
     return dict(zip(names, shares, strict=True))
 
 
@@ -181,10 +183,17 @@ def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workl
     numbers = np.ceil(samples / np.maximum(most, 1)).clip(1).astype(int).tolist()
     if max(numbers) > workload.most_micro_batches:
         return None
-    if numbers == [replica.micro_batches for replica in layout.replicas]:
-        return layout
-    pairs = zip(layout.replicas, numbers, strict=True)
-    return Layout(replicas=tuple(replica.in_micro_batches(number) for replica, number in pairs))
+    while True:
+        if numbers != [replica.micro_batches for replica in layout.replicas]:
+            pairs = zip(layout.replicas, numbers, strict=True)
+            layout = Layout(replicas=tuple(replica.in_micro_batches(number) for replica, number in pairs))
+        # The shards of an optimizer's state take the room that is left, so it is the sum over all ranks that must do.
+        if not workload.sharded_state_bytes or not lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks):
+            return layout
+        most_numbers = [min(int(own), workload.most_micro_batches) for own in samples.clip(1)]
+        if numbers == most_numbers:
+            return None
+        numbers = [min(2 * number, own) for number, own in zip(numbers, most_numbers, strict=True)]
 
 
 class _Messages:

@@ -12,6 +12,8 @@ from itertools import accumulate, pairwise
 ROUND_BYTES = 4 << 20
 MOST_ROUNDS = 32
 """Most rounds: those of larger networks grow, or there would be many small messages."""
+Ranges = tuple[tuple[int, int], ...]
+"""For each rank, the first element of a weight that it updates, and the one after the last."""
 Slices = tuple[tuple[int, int, int], ...]
 """Ranges of elements: the number of the weight, the first element, and the one after the last."""
 
@@ -46,6 +48,14 @@ def shard_shares(speeds: Sequence[float], *, rooms_bytes: Sequence[float], size_
             return tuple(each / sum(shares) for each in shares)
 
 
+def with_even_part(shares: Sequence[float], fraction: float) -> tuple[float, ...]:
+    """The same shares as nearly as can be, where every rank has an equal share of a `fraction` of the weights."""
+    even = fraction / len(shares)
+    rest = [max(0.0, share - even) for share in shares]
+    left = sum(rest)
+    return tuple(even + (1 - fraction) * (own / left if left else 1 / len(rest)) for own in rest)
+
+
 def shard_bounds(sizes: Sequence[int], shares: Sequence[float]) -> list[tuple[int, ...]]:
     """Where each weight is cut: rank r has the elements `bounds[r]` to `bounds[r + 1]` of it.
 
@@ -65,17 +75,17 @@ def num_rounds(size_bytes: float) -> int:
     return max(1, min(MOST_ROUNDS, round(size_bytes / ROUND_BYTES)))
 
 
-def rounds_of(bounds: Sequence[Sequence[int]], *, rounds: int) -> list[tuple[Slices, ...]]:
+def rounds_of(ranges: Sequence[Ranges], *, rounds: int) -> list[tuple[Slices, ...]]:
     """The shards in rounds, in each of which every rank sends and receives about as much: of each round, the slices by owner.
 
     Args:
-        bounds: of every weight, see `shard_bounds`.
+        ranges: who updates what of every weight.
         rounds: how many.
     """
-    ranks = len(bounds[0]) - 1 if bounds else 0
+    ranks = len(ranges[0]) if ranges else 0
     by_owner = []
     for rank in range(ranks):
-        own = [(index, each[rank], each[rank + 1]) for index, each in enumerate(bounds)]
+        own = [(index, *each[rank]) for index, each in enumerate(ranges)]
         starts = list(accumulate((stop - start for _, start, stop in own), initial=0))
         edges = [starts[-1] * number // rounds for number in range(rounds + 1)]
         by_owner.append(

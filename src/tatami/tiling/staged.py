@@ -31,6 +31,7 @@ from tatami.tiling.links import SlowestLink
 from tatami.tiling.pipeline import PipelineStage, PipelineTask, best_pipeline
 from tatami.tiling.pipeline_flow import Floats
 from tatami.tiling.plan import Plan, plan
+from tatami.tiling.sharding import num_rounds
 from tatami.tiling.span import whole_shares
 from tatami.tiling.staged_hosts import shared_hosts
 from tatami.tiling.staged_layout import StagedLayout
@@ -335,8 +336,16 @@ class _Search:
             part = 1.0 if replicas == 2 else 2 * (replicas - 1) / replicas
             rates = [link.bandwidth_bytes_per_s for link in map(self._among, groups)]
             sum_s = part / np.array(rates)
-            # What is summed is in memory once more, and so is what comes from others.
-            state = state + self.gradients / workload.wire_bytes * (3 * max(workload.element_bytes, 4))
+            elements = self.gradients / workload.wire_bytes
+            element_bytes = max(workload.element_bytes, 4)
+            if workload.sharded_bytes_per_parameter:
+                # About an equal share of the optimizer's state, and the messages of two rounds.
+                rounds = num_rounds(float(elements.sum()) * element_bytes / (self.stages or 2))
+                state = state - elements * workload.sharded_bytes_per_parameter * (1 - 1 / replicas)
+                state = state + elements * (4 * element_bytes / rounds)
+            else:
+                # What is summed is in memory once more, and so is what comes from others.
+                state = state + elements * (3 * element_bytes)
         shared: dict[tuple[str, int], list[int]] = {}
         for index, piece in enumerate(workload.pieces):
             for own in piece.shared:

@@ -8,8 +8,8 @@ Stages sum their gradients over the replicas when their last backward pass is do
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +21,7 @@ from tatami.tiling.alphabeta import AlphaBetaCost, gradient_sums_s, replica_sums
 from tatami.tiling.compute import replica_flop_times, scatter
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import SlowestLink
-from tatami.tiling.memory import memory_bytes
+from tatami.tiling.memory import memory_bytes, optimizer_shares
 from tatami.tiling.pipeline_flow import PipelineFlow
 from tatami.tiling.staged_layout import StagedLayout
 from tatami.tiling.traffic import sum_algorithm
@@ -100,6 +100,7 @@ class StagedPlan:
         ranks: what each rank does, stage by stage.
         parts_s: where the time of the slowest replica goes, in words; they sum to `iteration_s`.
         is_measured: whether speeds are flop/s, so that seconds are more than a guess.
+        optimizer_shares: where the optimizer is sharded, the share of its stage's weights that each processor updates.
     """
 
     workload: Workload
@@ -110,6 +111,7 @@ class StagedPlan:
     ranks: tuple[StagedRank, ...]
     parts_s: tuple[tuple[str, float], ...]
     is_measured: bool
+    optimizer_shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def predicted_s(self) -> float:
@@ -218,6 +220,11 @@ class _Price:
         """The ranks that hand over, of each stage and replica."""
         self.wide = [stage.deepest > 1 for stage in layout.stages]
         self.workloads = [stage_workload(workload, own, is_wide=wide) for own, wide in zip(self.pieces, self.wide, strict=True)]
+        self.tied = _tied(self.pieces)
+        self.workloads = [
+            replace(own, tied_parameters=sum(elements for (_, elements), stages in self.tied.items() if number in stages))
+            for number, own in enumerate(self.workloads)
+        ]
         self.runs = [cluster.only(stage.processors) for stage in layout.stages]
         for number, (stage, own) in enumerate(zip(layout.stages, self.workloads, strict=True)):
             wide = next((replica.processors for replica in stage.replicas if len(replica.processors) > 1), ())
@@ -247,7 +254,12 @@ class _Price:
         ends, gradients = self._sums(early, totals)
         steps = [[self.cluster.by_name[name].step_s for name in stage.processors] for stage in self.layout.stages]
         total_s = max(end_s + max(own) for end_s, own in zip(ends, steps, strict=True))
-        kept = self._kept_bytes([min(own + more, max(self.parts)) for own, more in zip(in_flight, left, strict=True)])
+        flying = [min(own + more, max(self.parts)) for own, more in zip(in_flight, left, strict=True)]
+        kept = self._kept_bytes(flying)
+        shares: dict[str, float] = {}
+        if self.workload.sharded_bytes_per_parameter:
+            for layout, work, run in zip(self.layout.stages, self._flying(flying), self.runs, strict=True):
+                shares.update(optimizer_shares(layout, workload=work, cluster=run))
         ranks = []
         for stage, layout in enumerate(self.layout.stages):
             replica_of = {name: number for number, each in enumerate(layout.replicas) for name in each.processors}
@@ -301,6 +313,7 @@ class _Price:
             ranks=tuple(ranks),
             parts_s=tuple((words, seconds) for words, seconds in flowing.items() if seconds > _ROUNDING * total_s),
             is_measured=self.cost.compares_machines(self.cluster),
+            optimizer_shares=shares,
         )
 
     def _computes_s(self, replica: int) -> list[float]:
@@ -387,8 +400,14 @@ class _Price:
 
     def _kept_bytes(self, in_flight: Sequence[int]) -> dict[str, float]:
         kept = {}
-        for layout, own, run, number in zip(self.layout.stages, self.workloads, self.runs, in_flight, strict=True):
-            flying = replace(
+        for layout, own, run in zip(self.layout.stages, self._flying(in_flight), self.runs, strict=True):
+            kept.update(memory_bytes(layout, workload=own, cluster=run))
+        return kept
+
+    def _flying(self, in_flight: Sequence[int]) -> list[Workload]:
+        """The workload of each stage that keeps what so many micro-batches leave behind."""
+        return [
+            replace(
                 own,
                 replicated_activation_bytes=number * own.replicated_activation_bytes,
                 blocks=tuple(
@@ -400,8 +419,8 @@ class _Price:
                     for block in own.blocks
                 ),
             )
-            kept.update(memory_bytes(layout, workload=flying, cluster=run))
-        return kept
+            for own, number in zip(self.workloads, in_flight, strict=True)
+        ]
 
     def _fits(self, in_flight: Sequence[int]) -> bool:
         given = self.cluster.by_name
@@ -416,19 +435,14 @@ class _Price:
             early: for each replica and stage, how long before the end its gradients are there.
             totals: when each replica ends.
         """
-        holders: dict[tuple[str, int], set[int]] = {}
-        for stage, pieces in enumerate(self.pieces):
-            for each in (each for piece in pieces for each in piece.shared):
-                holders.setdefault(each, set()).add(stage)
-        tied = {each: sorted(stages) for each, stages in holders.items() if len(stages) > 1}
-        without = frozenset(name for name, _ in tied)
+        without = frozenset(name for name, _ in self.tied)
         gradients, ends = [], []
         for stage, (layout, run, pieces) in enumerate(zip(self.layout.stages, self.runs, self.pieces, strict=True)):
             own = stage_workload(self.workload, pieces, without=without, is_wide=self.wide[stage])
             gradients.append(gradient_sums_s(layout, own, SlowestLink(run)))
             ready_s = max(total_s - own_early[stage] for total_s, own_early in zip(totals, early, strict=True))
             ends.append(ready_s + max(gradients[-1]))
-        for (_, elements), stages in tied.items():
+        for (_, elements), stages in self.tied.items():
             names = [name for stage in stages for name in self.names[stage]]
             links = SlowestLink(self.cluster.only(names))
             algorithm = sum_algorithm([links.host[name] for name in names])
@@ -438,6 +452,15 @@ class _Price:
                 ends[stage] = end_s
                 gradients[stage] = [own_s + sum_s for own_s in gradients[stage]]
         return ends, gradients
+
+
+def _tied(stages: Sequence[Sequence[Piece]]) -> dict[tuple[str, int], list[int]]:
+    """The weights that several stages hold, with their elements, and these stages."""
+    holders: dict[tuple[str, int], set[int]] = {}
+    for stage, pieces in enumerate(stages):
+        for each in (each for piece in pieces for each in piece.shared):
+            holders.setdefault(each, set()).add(stage)
+    return {each: sorted(numbers) for each, numbers in holders.items() if len(numbers) > 1}
 
 
 def _row(times_s: Sequence[float]) -> NDArray[np.float64]:

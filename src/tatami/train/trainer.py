@@ -18,7 +18,7 @@ from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.refusals import fail_together
-from tatami.errors import InputError
+from tatami.errors import InputError, MemoryLackError, ModelError
 from tatami.inputs import check_seed
 from tatami.model.model import TiledModel
 from tatami.model.tile import tile as tile_network
@@ -28,7 +28,7 @@ from tatami.records import Logger, Records, check_loggers
 from tatami.retiling import Retiler
 from tatami.runtime.batch import samples_of
 from tatami.runtime.losses import Loss, LossReduction
-from tatami.runtime.optimizers import check_optimizer, check_parameters
+from tatami.runtime.optimizers import check_optimizer, check_parameters, check_shardable
 from tatami.runtime.precision import Precision
 from tatami.state.good_state import GoodState
 from tatami.state.repairing import Repairs, repairs_of
@@ -53,7 +53,8 @@ class Trainer:
     """Trains a tiled model.
 
     Args:
-        model: from `tatami.tile`; or a network, which is tiled with the first batch as its sample when it is first used.
+        model: from `tatami.tile`; or a network, which is tiled with the first batch as its sample when it is first used. Where
+            its memory does not fit otherwise, the optimizer is sharded (docs/training.md), which is printed.
         optimizer: makes one from parameters: `functools.partial(torch.optim.SGD, lr=0.5)`; or one of `model.parameters()`.
             Must work element by element.
         loss: (output, target) -> scalar; its `reduction`, "mean" or "sum", is over the global batch. None: the loss is the
@@ -155,7 +156,8 @@ class Trainer:
             plans = getattr(tile, "func", tile) is tile_network and not {"stages", "layout"} & set(
                 getattr(tile, "keywords", ())
             )
-            settings = {"stages": 1} if plans and retile is not None and not retile.knows_stages else {}
+            is_sharded = bool(getattr(tile, "keywords", {}).get("sharded_optimizer"))
+            settings = {"stages": 1} if plans and retile is not None and (is_sharded or not retile.knows_stages) else {}
             self._tile = functools.partial(tile, model, comm, **settings)
 
     @property
@@ -346,7 +348,37 @@ class Trainer:
             if isinstance(self._tile.args[0], nn.Module):
                 check_keywords(self._tile.args[0], args, kwargs)
             sample = kwargs or args
-        self._take(self._tile(batch_size=batch_size, sample=sample, reduction=self._reduction))
+        tile = functools.partial(self._tile, batch_size=batch_size, sample=sample, reduction=self._reduction)
+        try:
+            self._take(tile())
+            return
+        except MemoryLackError as error:
+            if not (error.fits_sharded and self._may_shard()):
+                raise
+            lack = error.with_traceback(None)  # which holds the copy of the network that was tiled
+        try:
+            model = tile(sharded_optimizer=True, stages=1)
+        except (MemoryLackError, ModelError):
+            raise lack from None
+        if model.comm.rank == 0 and not self._tile.keywords.get("quiet"):
+            print(
+                "tatami: the optimizer is sharded because there was no room otherwise, so after a step parameter.grad is NaN "
+                "outside of a rank's shard. tatami.tile(sharded_optimizer=False) refuses instead (docs/training.md)",
+                flush=True,
+            )
+        self._take(model)
+
+    def _may_shard(self) -> bool:
+        """Whether the optimizer's state may be sharded where memory asks for it: what the user said leaves it open."""
+        tile: functools.partial[TiledModel] = self._tile
+        if tile.func is not tile_network or tile.args[1].changes or {"sharded_optimizer", "layout"} & set(tile.keywords):
+            return False
+        try:
+            assert callable(self._given_optimizer)
+            check_shardable(self._given_optimizer([nn.Parameter(torch.zeros(2, 2, device="cpu"))]))
+        except Exception:  # what makes it needs the model's own parameters, or it looks at their shape
+            return False
+        return True
 
     def _take(self, model: TiledModel) -> None:
         model.reduction = self._reduction

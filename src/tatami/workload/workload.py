@@ -21,6 +21,8 @@ WIRES = ("bfloat16", "float16")
 """As what numbers of more bytes may travel."""
 HALF_BYTES = 2
 """Bytes of an element of either."""
+OWN_COPIES = 2
+"""A trained weight and its gradient, which every rank that computes with the weight keeps."""
 _AMOUNTS = (
     "sample_flop",
     "state_bytes_per_parameter",
@@ -53,6 +55,8 @@ class Workload:
             SGD, 16 with momentum.
         sharded_bytes_per_parameter: the part of them that is divided among the ranks, each of which keeps that of its shard; 0
             where the optimizer is not sharded. Only of weights outside of blocks.
+        tied_parameters: elements of the weights outside of blocks that other pipeline stages hold, too: of their state each
+            rank keeps an equal share where the optimizer is sharded.
         micro_batches: the number of micro-batches in which every replica computes its samples; None: as few as memory allows,
             or more where that is faster.
         update_bytes_per_parameter: work space of the optimizer for each element of the weight that it is updating: two
@@ -84,6 +88,7 @@ class Workload:
     overlaps_sums: bool = False
     state_bytes_per_parameter: float = 20.0
     sharded_bytes_per_parameter: float = 0.0
+    tied_parameters: int = 0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
     update_bytes_per_parameter: float = 0.0
@@ -192,6 +197,38 @@ class Workload:
     def sharded_state_bytes(self) -> float:
         """What the ranks divide among them."""
         return self.replicated_parameters * self.sharded_bytes_per_parameter
+
+    @cached_property
+    def with_sharded_optimizer(self) -> Workload:
+        """The same network where each rank keeps the optimizer's state of its shard alone, and nothing is split over units."""
+        if self.sharded_bytes_per_parameter:
+            return self
+        units_bytes = [block.units * block.unit_activation_bytes for block in self.blocks]
+        again = self.recomputation
+        if again is not None:
+            inside = {index for layer in again.layers for index in layer.blocks}
+            layers = (
+                replace(layer, beside_bytes=layer.beside_bytes + sum(units_bytes[index] for index in layer.blocks), blocks=())
+                for layer in again.layers
+            )
+            outside_bytes = sum(size for index, size in enumerate(units_bytes) if index not in inside)
+            again = replace(again, kept_bytes=again.kept_bytes + outside_bytes, layers=tuple(layers))
+        return replace(
+            self,
+            blocks=(),
+            pieces=tuple(replace(piece, blocks=()) for piece in self.pieces),
+            replicated_parameters=self.replicated_parameters + self.gradient_elements,
+            replicated_flop_per_sample=self.replicated_flop_per_sample
+            + round(sum(block.flop(units=block.units, samples=1) for block in self.blocks)),
+            sharded_bytes_per_parameter=max(0.0, self.state_bytes_per_parameter - OWN_COPIES * self.element_bytes),
+            replicated_activation_bytes=self.replicated_activation_bytes + sum(units_bytes),
+            replicated_frozen_bytes=self.replicated_frozen_bytes
+            + sum(block.units * block.unit_frozen_bytes for block in self.blocks),
+            largest_parameters=max(
+                self.largest_parameters, *(round(block.units * block.unit_largest) for block in self.blocks), 0
+            ),
+            recomputation=again,
+        )
 
     def unit_state_bytes(self, block: Block) -> float:
         """The same of one unit of a block."""
