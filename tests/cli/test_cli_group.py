@@ -180,7 +180,7 @@ def test_the_examples_are_copied_and_replace_nothing_unasked(tmp_path: Path, mon
     names = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml", ".ipynb")}
     assert {file.name for file in (tmp_path / "tatami-examples").iterdir()} == names
     assert all(name in listed.stdout for name in names)
-    assert "ten_lines.py             One network over ranks that are not alike." in copied.stdout
+    assert "ten_lines.py             Trains one network on ranks of unequal speed." in copied.stdout
     changed = tmp_path / "tatami-examples" / "nanogpt.py"
     changed.write_text("mine", encoding="utf-8")
     refused = run(everything, ["examples"])
