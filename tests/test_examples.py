@@ -119,7 +119,7 @@ runpy.run_path({example!r}, run_name="__main__")
 """transformers computes the norms of a Llama, and its loss, in float32 whatever the dtype; here they have that of the model."""
 
 
-@pytest.mark.parametrize(("way", "tolerance"), [("whole", 1e-4), ("lora", 1e-4), ("float64", 1e-10), ("lora float64", 1e-10)])
+@pytest.mark.parametrize(("way", "tolerance"), [("whole", 1e-4), ("lora", 1e-4), ("float64", 1e-10)])
 def test_a_language_model_is_fine_tuned_on_any_ranks(
     way: str, tolerance: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -130,11 +130,11 @@ def test_a_language_model_is_fine_tuned_on_any_ranks(
     words, draw = ["the", "language", "reference", "which", "every", "Python", "has"], random.Random(0)
     text.write_text(" ".join(draw.choice(words) for _ in range(4000)))
     options = ["--model", str(folder / "tiny"), "--text", str(text), "--steps", "3", "--tokens", "16", "--lr", "1e-2"]
-    if "lora" in way:
+    if way == "lora":
         pytest.importorskip("peft", reason="peft is not installed")
         options += ["--lora", "4"]
     script = "finetune.py"
-    if "float64" in way:
+    if way == "float64":
         options += ["--dtype", "float64"]
         script = str(folder / "in_float64.py")
         Path(script).write_text(IN_FLOAT64.format(example=str(EXAMPLES / "finetune.py")))
