@@ -18,6 +18,7 @@ import tatami
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import run_threads
 from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
@@ -194,6 +195,20 @@ def test_stages_are_those_of_one_machine_and_go_on_in_other_layouts(world: World
                 resumed.close()
 
     world(body)
+
+
+def test_rounded_gradients_keep_a_tied_weight_the_same_on_all_stages() -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        given: Any = {"batch_size": 11, "reduction": "mean", "quiet": True, "sample": torch.zeros(4, 5, dtype=torch.long)}
+        for shards in (True, False):
+            laid = staged(comm.size, stages=2, cuts=(1,))
+            model = tile(tied(), comm, layout=laid, speeds="equal", wire="bfloat16", sharded_optimizer=shards, **given)
+            train_tied(model, torch.optim.AdamW(model.parameters(), lr=0.02), range(3), model.micro_batches)
+            named = dict(model.module.named_parameters())
+            first, *others = comm.allgather_object(named["embedding.weight"].detach().clone())
+            assert all(torch.equal(first, each) for each in others)
+
+    run_threads(body, size=4)
 
 
 def test_shares_follow_speed_within_memory_and_predictions_count_them() -> None:

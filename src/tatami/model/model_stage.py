@@ -165,7 +165,7 @@ class ModelStage:
             waiting=functools.partial(self._waits, IterationPhase.BUBBLE),
             travelling=functools.partial(self._waits, IterationPhase.HANDOVER),
         )
-        self._phases, self._evaluation = phases, evaluation
+        self._phases, self._evaluation, self._wire = phases, evaluation, wire
         self._names = tuple(names)
         self._first_names: dict[str, str] = {}
         # A stage that waits for more forward passes than the one in front of it makes before it waits would wait forever.
@@ -302,6 +302,8 @@ class ModelStage:
             for other in stages:  # in the same order on all, so that all have the same bits
                 own = other == self.index
                 part = grads[name] if own else self._channel.receive(self._parcel(numbers[name], other, self.index))
+                if own and part is not None and self._wire is not None and part.dtype.itemsize > self._wire.itemsize:
+                    part = part.to(self._wire).to(part.dtype)  # as the other stages receive it
                 if part is not None:
                     total = part.clone() if total is None else total.add_(part)
             sums[name] = total
