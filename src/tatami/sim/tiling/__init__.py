@@ -1,6 +1,5 @@
 """Tilings on simulated machines: iterations replayed, speeds that change, and the library's own controller deciding."""
 
-from tatami.sim.tiling.calibrate import Calibration, TimedTile, calibrate
 from tatami.sim.tiling.changes import Change
 from tatami.sim.tiling.iteration_plan import Floor
 from tatami.sim.tiling.run import TilingRun, rehearse
@@ -10,7 +9,6 @@ from tatami.sim.tiling.traces import change_at, draw_trace, read_trace
 from tatami.sim.tiling.work import Startup, Work, work_of
 
 __all__ = [
-    "Calibration",
     "Change",
     "Floor",
     "StagedIteration",
@@ -18,9 +16,7 @@ __all__ = [
     "Startup",
     "TilingJob",
     "TilingRun",
-    "TimedTile",
     "Work",
-    "calibrate",
     "change_at",
     "draw_trace",
     "read_trace",
