@@ -70,19 +70,19 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
     """
     cost = plan.predicted
     parts = {"computing": cost.compute, "sums inside of replicas": cost.tensor_parallel, "gradient sums": cost.gradients}
-    shown = [f"{what} {_seconds(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
-    text = f"An iteration takes {_seconds(cost.total)}: {', '.join(shown)}."
+    shown = [f"{what} {seconds_words(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
+    text = f"An iteration takes {seconds_words(cost.total)}: {', '.join(shown)}."
     if plan.range_s is not None:
-        low, high = (_seconds(end_s) for end_s in plan.range_s)
+        low, high = (seconds_words(end_s) for end_s in plan.range_s)
         text += f" As much as measured speeds vary, 90 % of them take {low} to {high}."
     all_ = {1: "The machine", 2: "Both machines"}.get(cluster.size, f"All {cluster.size:,} machines")
-    text += f" {all_}, computing all the time and sending nothing, would take {_seconds(found.ideal_s)}."
+    text += f" {all_}, computing all the time and sending nothing, would take {seconds_words(found.ideal_s)}."
     lost = list(obstacles(plan, cluster=cluster, found=found))
     text += " What keeps the plan from it:" if lost else ""
     lines = [wrapped(text, width=width)]
-    most = max((len(_seconds(seconds)) for _, seconds in lost), default=0)
+    most = max((len(seconds_words(seconds)) for _, seconds in lost), default=0)
     for what, seconds in lost:
-        lines.append(wrapped(f"  {_seconds(seconds):>{most}}  {what}", width=width, indent=" " * (most + 4)))
+        lines.append(wrapped(f"  {seconds_words(seconds):>{most}}  {what}", width=width, indent=" " * (most + 4)))
     if not is_measured:
         guess = (
             f"Speeds are relative, and 1 is taken for {format_speed(FLOP_PER_S)}: seconds are a guess, and so is what sending "
@@ -136,7 +136,7 @@ def plan_table(
             "plan": _labels(labels),
             "machines": "-" if plan is None else f"{len(plan.layout.processors):,}",
             "replicas": "-" if plan is None else _replicas(plan),
-            "iteration": "no room" if plan is None else _seconds(plan.predicted_s),
+            "iteration": "no room" if plan is None else seconds_words(plan.predicted_s),
             "speed-up": "-" if plan is None or base is None else f"{base.predicted_s / plan.predicted_s:.2f} x",
         }
         for plan, labels in rows
@@ -223,5 +223,6 @@ def _part(fraction: float) -> str:
     return percent(round(fraction, 2)) if fraction >= _LEAST_PART else f"under {percent(_LEAST_PART)}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_words(seconds: float) -> str:
+    """For example "12.3 ms"."""
     return format_duration(seconds, digits=3)
