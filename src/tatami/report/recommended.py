@@ -1,20 +1,19 @@
-"""A plan for people: what it is in words, where its time goes, and what it is compared with."""
+"""A plan for people: what it is in words, where its time goes, what keeps it from the ideal, and what it is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Link
 from tatami.report.machines import display_names
-from tatami.report.obstacles import obstacles
 from tatami.report.tables import Table, table_of
 from tatami.report.words import percent, wrapped
-from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, PlanLimits, StagedPlan
+from tatami.tiling import DEFAULT_PLANNER, Layout, Obstacle, Plan, PlanLimits, SlowestLink, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
 from tatami.tiling.left_out import Reason
 from tatami.tiling.memory import memory_bytes
-from tatami.units import format_duration, format_size, format_speed
+from tatami.units import format_bandwidth, format_duration, format_size, format_speed
 
 _MOST_NAMED = 4
 _MOST_IDLE = 8
@@ -226,3 +225,58 @@ def _part(fraction: float) -> str:
 def seconds_words(seconds: float) -> str:
     """For example "12.3 ms"."""
     return format_duration(seconds, digits=3)
+
+
+_LEAST_LOST = 0.05
+"""Smallest part of an iteration that is worth a line."""
+_MOST_LINKS = 3
+_WORDS = {
+    Obstacle.MESSAGES: "CPU time of sending, receiving and copying messages",
+    Obstacle.CALLS: "calls, which take as long for a small share as for a large one",
+    Obstacle.SCATTER: "measured speeds vary, and all wait for the slowest",
+    Obstacle.SHARES: "uneven shares (whole samples and units, memory) and work that replicas repeat",
+}
+
+
+def obstacles(plan: Plan, *, cluster: Cluster, found: PlanLimits) -> Iterator[tuple[str, float]]:
+    """The obstacles that take 5 % of an iteration or more, in words and in seconds, the largest first."""
+    for obstacle, seconds in sorted(found.lost_s.items(), key=lambda pair: -pair[1]):
+        if seconds < _LEAST_LOST * plan.predicted_s:
+            return
+        if obstacle is Obstacle.UNUSED:
+            number = cluster.size - len(plan.layout.processors)
+            yield f"{number} machine{'s' if number > 1 else ''} without work", seconds
+        elif obstacle is Obstacle.BANDWIDTH:
+            yield f"bytes on {_slowest_link(plan, cluster=cluster, obstacle=obstacle)}", seconds
+        elif obstacle is Obstacle.LATENCY:
+            yield f"latency of {_slowest_link(plan, cluster=cluster, obstacle=obstacle)}", seconds
+        else:
+            yield _WORDS[obstacle], seconds
+
+
+def _slowest_link(plan: Plan, *, cluster: Cluster, obstacle: Obstacle) -> str:
+    """Which link holds the plan back, and its bandwidth or latency."""
+    names = plan.layout.processors
+    found = SlowestLink(cluster).among(names)
+    is_latency = obstacle is Obstacle.LATENCY
+    has = format_duration(found.latency_s, digits=3) if is_latency else format_bandwidth(found.bandwidth_bytes_per_s, digits=3)
+
+    def holds_back(link: Link) -> bool:
+        if is_latency:
+            return link.latency_s >= found.latency_s
+        return link.bandwidth_bytes_per_s <= found.bandwidth_bytes_per_s
+
+    hosts = list(dict.fromkeys(cluster.host_of[name] for name in names))
+    if len(hosts) == 1:
+        return f"the link inside of {hosts[0]} ({has})"
+    pairs = [pair for pair, link in cluster.links.items() if holds_back(link) and set(pair) <= set(hosts)]
+    slow = [host for host in hosts if host in cluster.own_links and holds_back(cluster.own_links[host])]
+    if slow:
+        return f"the link of {_listed_links(slow)} ({has})"
+    if pairs:
+        return f"the link between {_listed_links([' and '.join(pair) for pair in pairs])} ({has})"
+    return f"the network between hosts ({has})"
+
+
+def _listed_links(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_LINKS else f"{names[0]} and {len(names) - 1} more"

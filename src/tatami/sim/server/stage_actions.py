@@ -232,22 +232,22 @@ class ServerPlay:
     def _start_spare(self, process: int, *, stands_by: bool) -> None:
         if stands_by:
             self._tell(ev.SpareReady(at_s=self._stage.now_s, process=process))
-            return
-        self._booting += 1
-
-        def up() -> ev.Event:
-            self._booting -= 1
-            return ev.SpareReady(at_s=self._stage.now_s, process=process)
-
-        self._later(self.setup.spawn_s, up)
+        else:
+            self._boot(lambda: ev.SpareReady(at_s=self._stage.now_s, process=process))
 
     def _start_server(self, server: int) -> None:
+        def ready() -> ev.Event:
+            self._fates.server_starts(server)
+            return ev.ServerReady(at_s=self._stage.now_s, server=server)
+
+        self._boot(ready)
+
+    def _boot(self, ready: Callable[[], ev.Event]) -> None:
         self._booting += 1
 
         def up() -> ev.Event:
             self._booting -= 1
-            self._fates.server_starts(server)
-            return ev.ServerReady(at_s=self._stage.now_s, server=server)
+            return ready()
 
         self._later(self.setup.spawn_s, up)
 
