@@ -127,8 +127,17 @@ def write_tables(records: Sequence[dict[str, Any]], path: Path) -> None:
         f"(docs/lab.md) on: {described['cpu']}, {described['cores']} cores, {described['system']}, "
         f"torch {described['torch']}.\n"
     )
-    texts = [f"## {table.title[0].upper()}{table.title[1:]}\n\n{table.to_markdown()}\n" for table in tables if table.rows]
+    texts = [f"## {table.title[0].upper()}{table.title[1:]}\n\n{markdown(table)}\n" for table in tables if table.rows]
     path.write_text("\n".join([head, *texts]), encoding="utf-8")
+
+
+def markdown(table: Table) -> str:
+    """A table for a README; the best row is bold, lines of one cell are parted by `<br>`."""
+    rows = [table.headers, ["--:" if index in table.numbers else ":--" for index in range(len(table.headers))]]
+    for index, row in enumerate(table.rows):
+        cells = [cell.replace("|", "\\|").replace("\n", "<br>") for cell in row]
+        rows.append([f"**{cell}**" if index == table.best and cell else cell for cell in cells])
+    return "\n".join(f"| {' | '.join(cell.replace(chr(10), ' ') for cell in cells)} |" for cells in rows)
 
 
 def draw(records: Sequence[dict[str, Any]], stem: Path) -> None:

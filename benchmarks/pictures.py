@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 import tatami
+from schedule_drawing import draw_schedule
 from tatami import server
 from tatami.collective import build
 from tatami.datasets import load
 from tatami.elastic import ElasticContext, ElasticControl, ElasticSettings, run_elastic
 from tatami.records import Records
-from tatami.report import blank, draw_schedule, save
+from tatami.report import blank, save
 from tatami.report.page import joined, page_of, read_run
 from tatami.report.ray_runs import draw_timeline
 from tatami.testing.slowdown import Slowdown

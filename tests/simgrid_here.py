@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tatami.errors import MissingExtraError
-from tatami.sim.engine import require_simgrid
+from tatami.sim.platforms.xml import require_simgrid
 
 
 def _missing() -> str:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rehearsal.fitting_tiles import TimedTile, calibrate
 from tatami.cluster import Cluster, Link, Processor
 from tatami.sim.allreduce import Fragment, Software
-from tatami.sim.tiling import Startup, TimedTile, calibrate
+from tatami.sim.tiling import Startup
 from tatami.workload import Workload
 
 _LONG_BYTES = 64 * 1024

@@ -198,7 +198,11 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias)
         found = _statistics(values, batch)
         if found.total:
-            _track(settings, found)
+            if settings.running_mean is not None:
+                uncounted(settings.running_mean).lerp_(found.mean.to(settings.running_mean.dtype), settings.momentum)
+            if settings.running_var is not None:
+                unbiased = found.variance * (found.total / (found.total - 1))
+                uncounted(settings.running_var).lerp_(unbiased.to(settings.running_var.dtype), settings.momentum)
         ctx.facts = found, settings.eps, batch
         if not x.numel():
             return x.clone()
@@ -326,14 +330,6 @@ def _check(total: float, batch: SharedBatch) -> None:
         raise InputError(
             f"{batch.name}: all ranks together have one value for each channel, which has no variance; give more samples"
         )
-
-
-def _track(settings: NormSettings, found: _Statistics) -> None:
-    if settings.running_mean is not None:
-        uncounted(settings.running_mean).lerp_(found.mean.to(settings.running_mean.dtype), settings.momentum)
-    if settings.running_var is not None:
-        unbiased = found.variance * (found.total / (found.total - 1))
-        uncounted(settings.running_var).lerp_(unbiased.to(settings.running_var.dtype), settings.momentum)
 
 
 def uncounted(running: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,10 @@ def refuse_other_steps(told: Sequence[Sequence[StepNumbers]]) -> None:
                 raise _other(f"{other.name} has made {other.steps} steps on rank {rank}, {one.name} {one.steps} on rank 0")
             for mine, yours in zip(one.settings, other.settings, strict=False):
                 for name in mine.keys() & yours.keys():
-                    if _differ(mine[name], yours[name]):
+                    if len(mine[name]) != len(yours[name]) or any(
+                        not (a == b or abs(a - b) <= _TOLERANCE * max(abs(a), abs(b)) or (a != a and b != b))
+                        for a, b in zip(mine[name], yours[name], strict=True)
+                    ):
                         raise _other(
                             f"{name} of {other.name} is {_told(yours[name])} on rank {rank}, {_told(mine[name])} on rank 0"
                         )
@@ -111,13 +114,6 @@ def _numbers(group: dict[str, Any]) -> dict[str, tuple[float, ...]]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _differ(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return len(one) != len(other) or any(
-        not (a == b or abs(a - b) <= _TOLERANCE * max(abs(a), abs(b)) or (a != a and b != b))
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def _told(numbers: tuple[float, ...]) -> str:

@@ -12,6 +12,7 @@ import simulated
 from heldout import summary
 from rehearsal import rank
 from rehearsal.calibrated import Calibrated, calibrated
+from rehearsal.fitting_tiles import TimedTile, flop_of
 from rehearsal.goals import ASKED
 from rehearsal.heldout import BEDS, bed_from_dict, drawn_layouts, found_by
 from rehearsal.rank import LabProbe
@@ -21,8 +22,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.sim.processes import Runs
 from tatami.sim.server import simulate_server
-from tatami.sim.tiling import Startup, TimedTile
-from tatami.sim.tiling.calibrate import flop_of
+from tatami.sim.tiling import Startup
 from tatami.testing.worlds import World
 from tatami.workload import net_workload
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tatami.comm import leftovers
+from tatami.comm import launch
 from tatami.comm.job_token import job_token
-from tatami.comm.leftovers import without_leftovers
+from tatami.comm.launch import without_leftovers
 from tatami.comm.pmi import PmiServer, Reply
 from tatami.errors import InputError
 
@@ -74,7 +74,7 @@ def test_a_folder_that_may_be_anothers_is_refused(kind: str, tmp_path: Path) -> 
 
 
 def test_only_new_files_that_nobody_has_mapped_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(launch, "SHARED_MEMORY", tmp_path)
     names = {name: tmp_path / name for name in ("mpich_shm_1_0", "mpich_shm_2_0", "mpich_shm_3_0", "plasma")}
     old, left, live, other = names.values()
     old.touch()
@@ -90,7 +90,7 @@ def test_only_new_files_that_nobody_has_mapped_are_removed(tmp_path: Path, monke
 
 
 def test_they_are_removed_where_the_job_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(launch, "SHARED_MEMORY", tmp_path)
 
     def job() -> None:
         (tmp_path / "mpich_shm_4_0").touch()

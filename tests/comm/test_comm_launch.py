@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tatami.comm import launch, leftovers
-from tatami.comm.launch import Launcher, find_launcher, launch_command, rank_command, run
-from tatami.comm.leftovers import SHARED_MEMORY
+from tatami.comm import launch
+from tatami.comm.launch import SHARED_MEMORY, Launcher, find_launcher, launch_command, rank_command, run
 from tatami.errors import InputError, MissingExtraError
 
 pytest.importorskip("mpi4py", reason="needs the extra 'mpi'")
@@ -126,7 +125,7 @@ def test_a_rank_that_is_killed_is_named(job: Job) -> None:
     ended = job(script, ranks=3)
     # Other jobs of this machine have files there, too, and have them mapped, but for the moments of their beginning and end.
     wait_for(
-        lambda: {str(path) for path in set(SHARED_MEMORY.glob("mpich_shm_*")) - before} <= leftovers.mapped(),
+        lambda: {str(path) for path in set(SHARED_MEMORY.glob("mpich_shm_*")) - before} <= launch.mapped(),
         what="the end of the job's files",
     )
     # Ranks share the output, and their lines may run into each other.

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tatami.clock import SystemClock
+from tatami.elastic.history import PendingChange
 from tatami.elastic.order_box import OrderBox
 from tatami.elastic.orders import CarriedOut, HaltAnswer
-from tatami.elastic.pending import PendingChange
 from tatami.elastic.sections import OpenSection, Sections
 from tatami.errors import TrainingError
 from tatami.membership import Dismiss, Regroup, Restart

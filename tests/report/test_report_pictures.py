@@ -9,7 +9,7 @@ import pytest
 
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, PlanError
-from tatami.report import CoursePoint, blank, check_path, draw_course, draw_shares, draw_tiling, save
+from tatami.report import CoursePoint, blank, check_path, draw_course, draw_tiling, save
 from tatami.report.fitting import Box, fit_lettering
 from tatami.tiling import Tiling, plan
 from tatami.workload import Workload
@@ -105,8 +105,6 @@ def test_missing_speeds_are_named() -> None:
     _, ax = blank()
     with pytest.raises(PlanError, match="missing for mid, fast"):
         draw_tiling(ax, TILING, speeds={"slow": 1.0})
-    with pytest.raises(PlanError, match="missing for slow"):
-        draw_shares(ax, TILING, speeds={"mid": 1.0, "fast": 1.0})
 
 
 def test_lettering_takes_the_largest_form_that_fits_then_turns_then_counts() -> None:
@@ -154,33 +152,6 @@ def test_a_second_course_shares_the_axes_and_the_legend_of_the_marks() -> None:
     runs = [line for line in ax.get_lines() if line.get_drawstyle() == "steps-pre"]
     assert len({str(line.get_linestyle()) for line in runs}) == 2  # told apart without colours
     assert ax.get_ylim()[1] > 0.2
-
-
-def test_shares_put_a_balanced_tiling_on_the_diagonal() -> None:
-    _, ax = blank(width_in=6, height_in=6)
-    assert draw_shares(ax, TILING, speeds=SPEEDS) is ax
-    assert ax.collections[0].get_offsets().tolist() == [[12.5, 12.5], [37.5, 37.5], [50, 50]]  # type: ignore[union-attr]
-    assert texts(ax) == ["slow", "mid", "fast"]
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("share of the speed (%)", "share of the work (%)")
-
-
-def test_shares_join_equal_processors_and_never_overlap_their_names() -> None:
-    speeds = {f"p{index}": 1.0 + (index % 7) for index in range(40)}
-    figure, ax = blank(width_in=6, height_in=6)
-    draw_shares(ax, srpm(speeds), speeds=speeds)
-    figure.draw_without_rendering()
-    assert any("..." in text for text in texts(ax))
-    boxes = [text.get_window_extent() for text in ax.texts]
-    assert len(boxes) >= 7
-    assert not any(one.overlaps(other) for index, one in enumerate(boxes) for other in boxes[:index])
-
-
-def test_shares_far_apart_are_drawn_on_logarithmic_axes_and_the_idle_are_named() -> None:
-    _, ax = blank()
-    speeds = {"slow": 1.0, "fast": 100.0}
-    draw_shares(ax, srpm(speeds), speeds={**speeds, "idle": 0.001})
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    assert ax.get_title() == "without work: idle"
 
 
 @pytest.mark.parametrize("ending", [".png", ".pdf", ".svg"])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evaluation import markdown
 from tatami.cluster import Cluster
 from tatami.errors import InputError, MissingExtraError, PlanError
 from tatami.report import Efficiency, MethodResult, draw_text, run_table
@@ -131,7 +132,7 @@ def test_plain_text_is_aligned() -> None:
 
 def test_markdown_has_one_line_a_row_and_escapes_bars() -> None:
     runs = (RUNS[0], MethodResult(method="a|b", iteration_s=1, samples_per_s=1024))
-    assert run_table(runs).to_markdown().splitlines() == [
+    assert markdown(run_table(runs)).splitlines() == [
         "| method | per iteration | samples/s | against even | efficiency |",
         "| :-- | --: | --: | --: | --: |",
         "| **even** | **50 ms** | **20,480** | **1.00 x** | **50 % ±4 %** |",

@@ -35,8 +35,7 @@ from tatami.server.consistency import ASP, SSP, Backup
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.run_context import RunContext
-from tatami.server.run_control import RunControl
+from tatami.server.run_control import RunContext, RunControl
 from tatami.server.run_settings import RunSettings, TaskPhase
 from tatami.server.training import resume
 from tatami.testing.faulty import Crash, Crashes, Death

@@ -26,7 +26,7 @@ from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.run_context import RunContext
+from tatami.server.run_control import RunContext
 from tatami.server.run_settings import RunSettings, TaskPhase
 from tatami.server.training import train
 from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire

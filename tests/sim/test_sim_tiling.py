@@ -10,6 +10,7 @@ from sim_rig import started
 from torch import nn
 
 from hand_clock import HandClock
+from rehearsal.fitting_tiles import TimedTile, calibrate
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError
@@ -17,7 +18,7 @@ from tatami.retiling import Decision, DecisionKind, Retiler, StagedDecision
 from tatami.sim.allreduce import Software
 from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.processes import Runs
-from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, TimedTile, calibrate, rehearse, work_of
+from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, rehearse, work_of
 from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
 from tatami.tiling import AlphaBetaCost, Layout, Replica, plan

@@ -19,8 +19,7 @@ from tatami.collective import ALGORITHMS, Sync, build
 from tatami.server.consistency import SSP
 from tatami.server.recovery import Checkpoint, FromServers
 from tatami.sim.allreduce import Software
-from tatami.sim.allreduce.replay import Meeting
-from tatami.sim.allreduce.rounds import part_of
+from tatami.sim.allreduce.replay import Meeting, part_of
 from tatami.sim.allreduce.settling import Settling
 from tatami.sim.allreduce.software import Fragment
 from tatami.sim.elastic import LossySetup, MachineEvents
@@ -29,8 +28,7 @@ from tatami.sim.server import Checkpoints, ServerSetup
 from tatami.sim.server.lifetimes import Fates, life_s
 from tatami.sim.server.result import Period
 from tatami.sim.server.simulate import rounds_of_period
-from tatami.sim.server.stage_actions import Skipping
-from tatami.sim.server.storage import SimulatedStorage
+from tatami.sim.server.stage_actions import SimulatedStorage, Skipping
 from tatami.sim.stage import Going
 from tatami.sim.tiling.iteration_plan import Floor
 from tatami.sim.tiling.work import work_of

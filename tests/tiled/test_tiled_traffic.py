@@ -14,7 +14,7 @@ from tatami.collective import Schedule
 from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wrapper import Call
-from tatami.sim.allreduce.rounds import part_of
+from tatami.sim.allreduce.replay import part_of
 from tatami.sim.tiling.iteration_plan import Floor
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, SumKind

@@ -209,6 +209,8 @@ class MultiNodeCheckpoint:
             CheckpointError: on all ranks: there are checkpoints and none is whole (says what each lacks); it is of another
                 number of ranks that do not hold the same.
         """
+        if reshard is not None and assemble is None:
+            assemble = lambda states: reshard(list(states))  # noqa: E731
         # Every rank must come to the same decision, as `fetch` below is collective. So all of them walk the same list, the
         # newest candidate first, made of what all ranks have found.
         inventories = self._comm.allgather_object(scan(self._directory))
@@ -224,7 +226,7 @@ class MultiNodeCheckpoint:
             try:
                 if candidate.missing:
                     raise _DamagedError
-                state = self._load(candidate, problems, reshard=reshard, assemble=assemble)
+                state = self._load(candidate, problems, assemble)
             except _DamagedError:
                 skipped += [(step, problem) for problem in problems]
                 continue
@@ -310,14 +312,7 @@ class MultiNodeCheckpoint:
 
     # -- resuming --------------------------------------------------------------------------------------------------------
 
-    def _load(
-        self,
-        candidate: Candidate,
-        problems: list[str],
-        *,
-        reshard: Callable[[list[State]], State] | None,
-        assemble: Callable[[Iterator[State]], State] | None,
-    ) -> State:
+    def _load(self, candidate: Candidate, problems: list[str], assemble: Callable[[Iterator[State]], State] | None) -> State:
         """The state of this rank; what was damaged joins `problems`.
 
         Raises:
@@ -325,9 +320,8 @@ class MultiNodeCheckpoint:
         """
         step = candidate.manifest.step
         if assemble is None:
-            needs = self._needs(candidate.manifest, all_members=reshard is not None)
-            blobs = self._fetch(candidate, needs, problems)
-            return self._together("could not be loaded", partial(_loaded, blobs, reshard), step=step)
+            (blob,) = self._fetch(candidate, self._needs(candidate.manifest), problems)
+            return self._together("could not be loaded", partial(decode, blob), step=step)
 
         def states() -> Iterator[State]:
             for member in candidate.manifest.members:
@@ -359,15 +353,13 @@ class MultiNodeCheckpoint:
             raise _DamagedError
         return blobs
 
-    def _needs(self, manifest: Manifest, *, all_members: bool) -> list[list[str]]:
+    def _needs(self, manifest: Manifest) -> list[list[str]]:
         """The members that each rank needs.
 
         Raises:
             CheckpointError: another number of sets, and nothing that makes this one's state from theirs.
         """
         names = [member.name for member in manifest.members]
-        if all_members:
-            return [names] * self._comm.size
         if len(names) != len(self._sets):
             raise CheckpointError(
                 f"{step_folder(self._directory, manifest.step)} was saved by {manifest.ranks} ranks with {len(names)} "
@@ -383,11 +375,6 @@ class MultiNodeCheckpoint:
         """Do it on all ranks; if it fails on one, all raise what happened there."""
         what = f"the checkpoint of step {step} {what}" if step is not None else what
         return all_or_none(self._comm, action, what=what, error=CheckpointError)
-
-
-def _loaded(blobs: list[bytes], reshard: Callable[[list[State]], State] | None) -> State:
-    states = [decode(each) for each in blobs]
-    return states[0] if reshard is None else reshard(states)
 
 
 def _member_name(rank: int) -> str:

@@ -15,8 +15,7 @@ from tatami.collective.shared import shared
 from tatami.collective.simulate import simulate
 from tatami.collective.step import RankGroup, Role, Step, Sync, Via, sums_of
 from tatami.collective.table import Fingerprint, SizeTimings, TuningTable
-from tatami.collective.torus import torus
-from tatami.collective.torus_put import torus_put
+from tatami.collective.torus import torus, torus_put
 from tatami.collective.verify import verify
 
 __all__ = [

@@ -30,7 +30,11 @@ def choose_grid(hosts: Sequence[str]) -> Grid:
     if len(set(hosts)) == ranks:
         m = next((m for m in divisors if 1 < m < ranks), 1)
         return m, ranks // m
-    runs = _run_ends(hosts)
+    # For each rank: one after the last of the ranks that follow it on the same host.
+    runs = list(range(1, len(hosts) + 1))
+    for rank in range(len(hosts) - 2, -1, -1):
+        if hosts[rank] == hosts[rank + 1]:
+            runs[rank] = runs[rank + 1]
     m = max(m for m in divisors if all(start + m <= runs[start] for start in range(0, ranks, m)))
     return m, ranks // m
 
@@ -60,12 +64,3 @@ def rows_by_host(ranks: int, hosts: Sequence[str]) -> tuple[tuple[int, ...], ...
     for rank, host in enumerate(hosts):
         rows.setdefault(host, []).append(rank)
     return tuple(tuple(row) for row in rows.values())
-
-
-def _run_ends(hosts: Sequence[str]) -> list[int]:
-    """For each rank: one after the last of the ranks that follow it on the same host."""
-    ends = list(range(1, len(hosts) + 1))
-    for rank in range(len(hosts) - 2, -1, -1):
-        if hosts[rank] == hosts[rank + 1]:
-            ends[rank] = ends[rank + 1]
-    return ends

@@ -17,8 +17,7 @@ from tatami.collective.ring import RING_HALVES, ring
 from tatami.collective.schedule import Schedule
 from tatami.collective.shared import shared
 from tatami.collective.step import Sync
-from tatami.collective.torus import torus
-from tatami.collective.torus_put import torus_put
+from tatami.collective.torus import torus, torus_put
 from tatami.errors import ScheduleError
 
 

@@ -119,7 +119,13 @@ class LocalJob:
 
     def _ended(self, rank: _Rank, code: int, *, stopping: bool) -> None:
         """A rank has ended: well, or so that the others would wait for it in vain."""
-        self._forget(rank)
+        del self._running[rank.number]
+        if rank.pmi in self._selector.get_map():
+            self._selector.unregister(rank.pmi)
+        rank.pmi.close()
+        if rank.handle is not None:
+            self._selector.unregister(rank.handle)
+            os.close(rank.handle)
         server = self._server
         if stopping:
             return
@@ -183,15 +189,6 @@ class LocalJob:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._answer(rank))
         if handle is not None:
             self._selector.register(handle, selectors.EVENT_READ, lambda: None)
-
-    def _forget(self, rank: _Rank) -> None:
-        del self._running[rank.number]
-        if rank.pmi in self._selector.get_map():
-            self._selector.unregister(rank.pmi)
-        rank.pmi.close()
-        if rank.handle is not None:
-            self._selector.unregister(rank.handle)
-            os.close(rank.handle)
 
     def _signal(self, number: signal.Signals) -> None:
         for rank in self._running.values():

@@ -140,7 +140,8 @@ class SharedOverlap(AbstractOverlap):
         self._done = [each[len(sizes) :] for each in counts]
         self._rounds = [0] * len(sizes)
         self._open: list[int] = []
-        self._crossing = _Crossing(column, dtype=dtype)
+        apart = [] if column is None else list(map(str, range(column.size)))  # on different hosts, whatever their names are
+        self._crossing = None if column is None else _Sums(column, dtype=dtype, on_cpu=True, hosts=apart)
         self.vectors = tuple(self._window.tensor[start : start + size] for start, size in zip(starts, sizes, strict=False))
         make = partial(_Slice, self._window, here, whole=column is None)
         self._slices = [make(start=start, size=size) for size, start in zip(sizes, starts, strict=False)]
@@ -158,11 +159,11 @@ class SharedOverlap(AbstractOverlap):
             self._window.make_visible()
             self._slices[index].reduce()
             self._open.remove(index)
-            if self._column is None:
+            if self._crossing is None:
                 self._announce(index)
             else:
                 self._crossing.add(index, self._slices[index].values)
-        for index in self._crossing.arrived():
+        for index in () if self._crossing is None else self._crossing.arrived():
             self._slices[index].deliver()
             self._announce(index)
 
@@ -176,7 +177,8 @@ class SharedOverlap(AbstractOverlap):
         )
         if waited_s is not None:
             raise self._waiting().timeout(waited_s, roll_call=self._policy.roll_call)
-        self._crossing.restart()
+        if self._crossing is not None:
+            self._crossing.wait()
         self._window.make_visible()
 
     def close(self) -> None:
@@ -234,40 +236,8 @@ class _Slice:
             action()
 
 
-class _Crossing:
-    """Slices on their way through the network: nonblocking all-reduces, begun in the order of the vectors on all ranks."""
-
-    def __init__(self, column: AbstractCommunicator | None, *, dtype: torch.dtype) -> None:
-        # Its ranks are on different hosts, whatever their names are.
-        self._sums = (
-            None if column is None else _Sums(column, dtype=dtype, on_cpu=True, hosts=list(map(str, range(column.size))))
-        )
-        self._ready: dict[int, torch.Tensor] = {}
-        self._under_way: dict[int, AbstractRequest] = {}
-        self._next = 0
-
-    def add(self, index: int, values: torch.Tensor) -> None:
-        """Slice `index` is summed on this host."""
-        assert self._sums is not None
-        self._ready[index] = values
-        while self._next in self._ready:
-            self._under_way[self._next] = self._sums.begin(self._next, self._ready.pop(self._next))
-            self._next += 1
-
-    def arrived(self) -> list[int]:
-        """The pieces that have arrived since the last call."""
-        done = [index for index, request in self._under_way.items() if request.test()]
-        for index in done:
-            self._under_way.pop(index).wait()
-        return done
-
-    def restart(self) -> None:
-        """All have arrived; the next round begins with the first vector."""
-        self._next = 0
-
-
 class _Sums:
-    """Nonblocking sums of vectors over all ranks, begun in the same order on all of them.
+    """Nonblocking sums of vectors over all ranks, begun on all of them in the order of the vectors.
 
     Args:
         comm: the ranks.
@@ -281,9 +251,33 @@ class _Sums:
         self._comm = comm
         self.is_direct = on_cpu and comm.size > 1 and (dtype in HALF_DTYPES or _folds(hosts))
         self._sums: dict[int, MessageSum] = {}
+        self._ready: dict[int, torch.Tensor] = {}
+        self._under_way: dict[int, AbstractRequest] = {}
+        self._next = 0
 
-    def begin(self, index: int, vector: torch.Tensor) -> AbstractRequest:
-        """Begin the sum of vector `index`, which has the same size each time."""
+    def add(self, index: int, vector: torch.Tensor) -> None:
+        """Vector `index`, which has the same size each time, may be summed; its sum begins when all before it have begun."""
+        self._ready[index] = vector
+        while self._next in self._ready:
+            self._under_way[self._next] = self._begin(self._next, self._ready.pop(self._next))
+            self._next += 1
+
+    def arrived(self) -> list[int]:
+        """The vectors whose sums have arrived since the last call."""
+        done = [index for index, request in self._under_way.items() if request.test()]
+        for index in done:
+            self._under_way.pop(index).wait()
+        return done
+
+    def wait(self) -> None:
+        """All sums have arrived; the next round begins with the first vector."""
+        for request in self._under_way.values():
+            request.wait()
+        self._under_way.clear()
+        self._ready.clear()
+        self._next = 0
+
+    def _begin(self, index: int, vector: torch.Tensor) -> AbstractRequest:
         if not self.is_direct:
             return self._comm.iallreduce(vector)
         if index not in self._sums:
@@ -318,25 +312,15 @@ class MessageOverlap(AbstractOverlap):
         self._comm = comm.duplicate()
         self.sums = _Sums(self._comm, dtype=dtype, on_cpu=on_cpu, hosts=hosts)
         self.vectors = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
-        self._ready: set[int] = set()
-        self._num_begun = 0
-        self._under_way: list[AbstractRequest] = []
 
     def begin(self, index: int) -> None:
-        self._ready.add(index)
-        while self._num_begun in self._ready:
-            self._under_way.append(self.sums.begin(self._num_begun, self.vectors[self._num_begun]))
-            self._num_begun += 1
+        self.sums.add(index, self.vectors[index])
 
     def progress(self) -> None:
-        self._under_way = [request for request in self._under_way if not request.test()]
+        self.sums.arrived()
 
     def wait(self) -> None:
-        for request in self._under_way:
-            request.wait()
-        self._under_way.clear()
-        self._num_begun = 0
-        self._ready.clear()
+        self.sums.wait()
 
     def close(self) -> None:
         self._comm.close()

@@ -10,7 +10,6 @@ import os
 import runpy
 import sys
 from types import TracebackType
-from typing import Never
 
 from tatami.comm.session import stop_all_ranks, stop_on_failure, this_rank
 from tatami.errors import InputError
@@ -31,18 +30,14 @@ def main() -> None:
             sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as request:
-        _leave(request)
+        # Exit code 0 ends this rank alone; any other ends the job, as a failure does.
+        if request.code is None or request.code == 0:
+            raise request
+        code = request.code if isinstance(request.code, int) else 1
+        said = "" if isinstance(request.code, int) else f"{request.code}\n"
+        stop_all_ranks(f"{said}{this_rank()} ended with exit code {code}; all ranks are stopped", exit_code=code)
     except BaseException as error:
         stop_on_failure(error, trace=_without_runner(error.__traceback__))
-
-
-def _leave(request: SystemExit) -> Never:
-    """Exit code 0 ends this rank alone; any other ends the job, as a failure does."""
-    if request.code is None or request.code == 0:
-        raise request
-    code = request.code if isinstance(request.code, int) else 1
-    said = "" if isinstance(request.code, int) else f"{request.code}\n"
-    stop_all_ranks(f"{said}{this_rank()} ended with exit code {code}; all ranks are stopped", exit_code=code)
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:

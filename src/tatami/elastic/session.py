@@ -115,7 +115,12 @@ class Session:
             self.group = order.group
             assert self.comm is not None
             if order.returns:
-                self._forget()
+                # The run goes back to its last checkpoint: what this rank holds is dropped.
+                if self._training is not None and not (self.joins or self.returns):
+                    self._steps_before = self._training.step_number
+                self.returns, self.entered, self.joins = True, False, False
+                self._sections.forget()
+                self.change = None
             self._training = None
             self.comm.forget()
             try:
@@ -124,14 +129,6 @@ class Session:
                 self.stuck(error)
             else:
                 return
-
-    def _forget(self) -> None:
-        """The run goes back to its last checkpoint: what this rank holds is dropped."""
-        if self._training is not None and not (self.joins or self.returns):
-            self._steps_before = self._training.step_number
-        self.returns, self.entered, self.joins = True, False, False
-        self._sections.forget()
-        self.change = None
 
     def stuck(self, error: BaseException) -> None:
         """Tell that communication failed."""

@@ -183,7 +183,12 @@ class Steps:
 
         def put_all_in_place() -> None:
             put_in_place()
-            self._watch_speeds(session)
+            # The tiles lie otherwise: as the watch has decided, or because the members have changed.
+            if self._speeds is not None and self._speeds.suits(self.model):
+                self._speeds.moved(session.stopped_for_s)
+            elif session.assignment.retile:
+                self._times = self._times or OwnTimes(self.model)
+                self._speeds = SpeedWatch(self.model, times=self._times)
 
         return put_all_in_place
 
@@ -286,14 +291,6 @@ class Steps:
         if keeper is not None and owner is not None:
             members = change.members
             self._mirror.exchange(self.session.comm, keeper=members.index(keeper), owner=members.index(owner))
-
-    def _watch_speeds(self, session: Session) -> None:
-        """The tiles lie otherwise: as the watch has decided, or because the members have changed."""
-        if self._speeds is not None and self._speeds.suits(self.model):
-            self._speeds.moved(session.stopped_for_s)
-        elif session.assignment.retile:
-            self._times = self._times or OwnTimes(self.model)
-            self._speeds = SpeedWatch(self.model, times=self._times)
 
 
 class RepairedStep:

@@ -19,7 +19,7 @@ from typing import Any
 from tatami.comm.signals import ending_as_exception
 from tatami.engine.processes import is_running, kill, machine, sees_our_files, values_at_start
 from tatami.engine.ray_start import FOLDER_VARIABLE, shut_down, start, uninterrupted
-from tatami.engine.ray_watch import Condition, RayProcess, ray_processes
+from tatami.engine.ray_watch import Condition, ray_processes
 from tatami.errors import InputError, MissingExtraError
 
 _PREFIX = "tatami-"
@@ -118,7 +118,12 @@ def _started(ray: Any, *, address: str | None, store_bytes: int | None) -> Itera
         try:
             yield
         finally:
-            _disconnect(ray, raylet)
+            # Leave a cluster of the user's; not by Ray where its raylet here is stopped: that would never end, and it is not
+            # ours.
+            if any(process.condition is Condition.STOPPED for process in raylet):
+                atexit.unregister(ray._private.worker.shutdown)
+            else:
+                ray.shutdown()
         return
     with run_folder() as folder, _quiet():
         agents: tuple[int, ...] = ()
@@ -142,14 +147,6 @@ def _ask(address: str) -> None:
             f"the Ray cluster at {address} cannot be used: nothing answers there ({error.strerror or error}). "
             "`ray start --head` prints the address of its cluster"
         ) from error
-
-
-def _disconnect(ray: Any, processes: tuple[RayProcess, ...]) -> None:
-    """Leave a cluster of the user's; not by Ray where its raylet here is stopped: that would never end, and it is not ours."""
-    if any(process.condition is Condition.STOPPED for process in processes):
-        atexit.unregister(ray._private.worker.shutdown)
-    else:
-        ray.shutdown()
 
 
 @contextmanager

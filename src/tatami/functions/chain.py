@@ -167,20 +167,17 @@ class Chains:
             self.num_operations -= chain.num_operations
         task = _here.last_closed_in = torch._C._current_graph_task_id()
         if self.retained:
-            self._release(chain, task)
+            # `chain` was visited: passes that were retained together are run again together, others are older and given up.
+            again = (task,) if chain.retained_in == NO_GRAPH_TASK else (task, chain.retained_in)
+            for each in self.retained:
+                if each.retained_in not in again:
+                    each.end()
+            self.retained = [each for each in self.retained if each is not chain and not each.is_over]
         if torch._C._autograd._get_current_graph_task_keep_graph():
             chain.retained_in = task
             self.retained.append(chain)
         else:
             chain.end()
-
-    def _release(self, chain: Chain, task: int) -> None:
-        """`chain` was visited: passes that were retained together are run again together, others are older and given up."""
-        again = (task,) if chain.retained_in == NO_GRAPH_TASK else (task, chain.retained_in)
-        for each in self.retained:
-            if each.retained_in not in again:
-                each.end()
-        self.retained = [each for each in self.retained if each is not chain and not each.is_over]
 
 
 def chains_of(comm: AbstractCommunicator) -> Chains:

@@ -171,7 +171,11 @@ class Exchange:
         key: Key = (kind, self.tag if kind == _POINT_TO_POINT else 0, number)
         message = self._channel.take(peer, key, self._describe_wait)
         if kind == _COLLECTIVE:
-            self._check_agreement(message)
+            problem = self._channel.peer_reports.collective_problem(
+                message, name=self.name, root=self.tag, location=self.location, mine=self.pattern, same_shapes=self.same_shapes
+            )
+            if problem is not None:
+                self._channel.fail(problem)
         content = message.label.content
         if content.wants:
             if not torch.is_grad_enabled():
@@ -192,13 +196,6 @@ class Exchange:
         else:
             what = f"{self.name} (forward, tag {self.tag}, message {number})"
         return f"rank {self.comm.rank} waits for rank {peer} in {what}, for {waited_s:.3g} s, at {self.location.decode()}"
-
-    def _check_agreement(self, message: ReceivedMessage) -> None:
-        problem = self._channel.peer_reports.collective_problem(
-            message, name=self.name, root=self.tag, location=self.location, mine=self.pattern, same_shapes=self.same_shapes
-        )
-        if problem is not None:
-            self._channel.fail(problem)
 
     def _check_pass(self, message: ReceivedMessage) -> None:
         peer, reports, mine = message.peer, self._channel.peer_reports, self._chains.number

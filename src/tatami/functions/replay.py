@@ -45,17 +45,14 @@ def replayed(name: str, run: Callable[[], Result]) -> Result:
             "torch.utils.checkpoint, call it with use_reentrant=False, and do not nest regions around communication"
         )
     if repeats:
-        repeated: Result = _repeat(_tapes[region], graph_task)
+        tape = _tapes[region]
+        number = tape.num_repeated.get(graph_task, 0)
+        tape.num_repeated[graph_task] = number + 1
+        repeated: Result = with_tensors(tape.results[number], _detached)
         return repeated
     result = run()
     _tapes.setdefault(region, _Tape()).results.append(with_tensors(result, _detached))
     return result
-
-
-def _repeat(tape: _Tape, graph_task: int) -> Any:
-    number = tape.num_repeated.get(graph_task, 0)
-    tape.num_repeated[graph_task] = number + 1
-    return with_tensors(tape.results[number], _detached)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ class BucketedSums(AbstractGradientSums):
         has_numbers: the number of samples of every rank travels with the gradients.
         is_stale: a pass delivers the sums of the one before, and its own while the next one computes.
         check: looks through the gradients of this rank in debug mode. Collective.
+        learns: gradients are `put` while the backward pass computes, so that their order is worth learning.
 
     Attributes:
         samples_of_ranks: of the pass whose sums were delivered last, where `has_numbers`.
@@ -52,6 +53,7 @@ class BucketedSums(AbstractGradientSums):
         has_numbers: bool = False,
         is_stale: bool = False,
         check: Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor | None]], None] | None = None,
+        learns: bool = True,
     ) -> None:
         self._comm, self._bucket_bytes, self._wire, self._algorithm = comm, bucket_bytes, wire, algorithm
         self._has_numbers, self._is_stale, self._check = has_numbers, is_stale, check
@@ -64,7 +66,7 @@ class BucketedSums(AbstractGradientSums):
         self._arrived: dict[int, None] = {}
         self._order: list[int] = []
         self._late = set[int]()
-        self._learns = _LEARNS
+        self._learns = _LEARNS if learns else 0
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._sets and self._current.has_begun:

@@ -238,14 +238,10 @@ class GradientEngine:
         self._refuse_late(found)
         if self._token is None or self._token() is None:
             self._end_pass()
-            if self._will_sum():
+            # Whether this pass goes to any parameter.
+            if any(parameter.requires_grad and self._executes(parameter) for parameter in self.parameters):
                 self._queue()
-        self._choose(found)
-        found.is_used = True
-        self._on_moment(PassMoment.BACKWARD)
-
-    def _choose(self, found: ForwardPass) -> None:
-        """The weights of this backward pass are those of `found`."""
+        # The weights of this backward pass are those of `found`.
         if self._pass is not None and self._pass is not found and self._pass.weights != found.weights:
             raise InputError(
                 "one backward pass comes through forward passes of batches whose samples are shared out otherwise "
@@ -254,6 +250,8 @@ class GradientEngine:
             )
         if self._pass is None or (self._pass is not found and not self._pass.weight):
             self._pass = found
+        found.is_used = True
+        self._on_moment(PassMoment.BACKWARD)
 
     def _on_gradient(self, parameter: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of a parameter in this pass, or in a pass inside of it, is complete; it goes to `.grad` next."""
@@ -334,10 +332,6 @@ class GradientEngine:
         finish = functools.partial(self._finish, token)
         # Once more, at the end: an engine inside of this one (of replicas that are tiled) finishes first.
         _engine.queue_callback(functools.partial(_engine.queue_callback, finish))
-
-    def _will_sum(self) -> bool:
-        """Whether this pass goes to any parameter."""
-        return any(parameter.requires_grad and self._executes(parameter) for parameter in self.parameters)
 
     def _executes(self, parameter: nn.Parameter) -> bool:
         try:

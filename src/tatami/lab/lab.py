@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Self, final
 
 from tatami.cluster import Cluster, Link, check_speeds
-from tatami.comm.leftovers import without_leftovers
+from tatami.comm.launch import without_leftovers
 from tatami.comm.signals import ending_as_exception, undisturbed
 from tatami.errors import InputError, LabError, warn
 from tatami.lab.events import LabEvent

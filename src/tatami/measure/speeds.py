@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,11 +91,7 @@ def measure_speeds(
     def measured(seconds: float) -> Speed:
         return measure_speed(workload, repeats=repeats, repeat_s=seconds, dtype=dtype, device=device, clock=clock, pace=pace)
 
-    return _steady(measured, comm, repeat_s=repeat_s)
-
-
-def _steady(measured: Callable[[float], Speed], comm: AbstractCommunicator, *, repeat_s: float) -> list[Speed]:
-    """What all ranks measure at once, by repeats of `repeat_s`, or of `LONG_REPEAT_S` where those of some rank differ."""
+    # What all ranks measure at once, by repeats of `repeat_s`, or of `LONG_REPEAT_S` where those of some rank differ.
     comm.barrier()
     speeds = list(comm.allgather_object(measured(repeat_s)))
     if repeat_s >= LONG_REPEAT_S or max(speed.spread for speed in speeds) <= NOISY:

@@ -43,17 +43,13 @@ def weighted_means(measured: Measured, comm: AbstractCommunicator) -> dict[str, 
         InputError: on all ranks, a number of samples below 0, or a value that is not a number; says on which rank.
     """
     told = comm.allgather_object((dict(measured.values), measured.num_samples))
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
     for rank, (values, num_samples) in enumerate(told):
         if num_samples < 0:
             raise InputError(f"rank {rank} measured {num_samples} samples; give 0 or more")
         for name, value in values.items() if num_samples else ():
             if not isinstance(value, int | float):
                 raise InputError(f"rank {rank} measured {name} as a {type(value).__name__}; give a number, as by .item()")
-            sums[name] = sums.get(name, 0.0) + value * num_samples
-            counts[name] = counts.get(name, 0) + num_samples
-    return {name: sums[name] / counts[name] for name in sorted(sums)}
+    return _means(told)
 
 
 class MultiNodeEvaluator:
@@ -155,16 +151,15 @@ class ObservationAggregator:
             return None
         seen, self._seen = self._seen, []
         if self._aggregate is None:
-            return _means(seen, self._comm)
+            return _means(each for rank in self._comm.allgather_object(seen) for each in rank)
         return _aggregated(seen, self._comm, aggregate=self._aggregate)
 
 
-def _means(seen: Sequence[tuple[Mapping[str, float], int]], comm: AbstractCommunicator) -> dict[str, float]:
+def _means(seen: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
     """Over all samples; a name counts with those of the observations that have it."""
-    told = comm.allgather_object([(name, value, count) for values, count in seen for name, value in values.items()])
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for name, value, count in (each for rank in told for each in rank if each[2]):
+    for name, value, count in ((*each, count) for values, count in seen if count for each in values.items()):
         sums[name] = sums.get(name, 0.0) + value * count
         counts[name] = counts.get(name, 0) + count
     return {name: sums[name] / counts[name] for name in sorted(sums)}

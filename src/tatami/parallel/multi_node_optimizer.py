@@ -23,7 +23,8 @@ from tatami.comm.agreement import Watch, debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.refusals import fail_together
 from tatami.errors import InputError
-from tatami.gradients.buckets import BUCKET_BYTES, BucketSet, check_wire
+from tatami.gradients.bucketed_sums import BucketedSums
+from tatami.gradients.buckets import BUCKET_BYTES, check_wire
 from tatami.parallel.batch_norm import MultiNodeBatchNorm
 from tatami.parallel.synchronizing import check_finite
 from tatami.same_model import broadcast_model, check_same_tensors
@@ -77,8 +78,14 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         self._num_steps = 0
         self._names = {} if model is None else {id(each): name for name, each in model.named_parameters()}
         self._has_norms = model is not None and any(isinstance(each, MultiNodeBatchNorm) for each in model.modules())
-        self._make = partial(
-            _Group, self._comm, wire=wire, double_buffering=double_buffering, algorithm=algorithm, bucket_bytes=bucket_bytes
+        self._make_sums = partial(
+            BucketedSums,
+            self._comm,
+            wire=wire,
+            is_stale=double_buffering,
+            algorithm=algorithm,
+            bucket_bytes=bucket_bytes,
+            learns=False,
         )
         self._is_stale = double_buffering
         if model is not None:
@@ -139,7 +146,8 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
 
     def flush(self) -> None:
         """With double buffering: apply the gradients of the last step. Collective."""
-        for group in self._groups:
+        for group in self._groups if self._is_stale else ():
+            group.clear()
             group.flush()
         if self._is_stale:
             self.optimizer.step()
@@ -192,7 +200,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         for each in parameters:
             self._comm.bcast(each)
         self._parameters.extend(parameters)
-        self._groups.append(self._make(names, parameters))
+        self._groups.append(_Group(names, parameters, sums=self._make_sums()))
 
     def _weight(self, num_samples: int | None) -> float:
         """The share of this rank in the mean over all."""
@@ -215,71 +223,37 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             names = [name for group in self._groups for name in group.names]
             check_finite(self._comm, names, [each for group in self._groups for each in group.parameters], step=self._num_steps)
         for group in self._groups:
-            group.begin(weight)
-        for group in self._groups:
-            group.finish()
+            group.average(weight)
 
 
 class _Group:
-    """Parameters that were added together, and the buckets in which their gradients travel."""
+    """Parameters that were added together, and the sums of their gradients."""
 
-    def __init__(
-        self,
-        comm: AbstractCommunicator,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        *,
-        wire: torch.dtype | None,
-        double_buffering: bool,
-        algorithm: str | None,
-        bucket_bytes: int,
-    ) -> None:
-        self.names, self.parameters = list(names), list(parameters)
-        make = partial(BucketSet, comm, self.parameters, bucket_bytes=bucket_bytes, wire=wire, algorithm=algorithm)
-        self._sets = [make(), make()] if double_buffering else [make()]
-        self._under_way: BucketSet | None = None
-        self._due: BucketSet | None = None
-        self._num_begun = 0
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], *, sums: BucketedSums) -> None:
+        self.names, self.parameters, self._sums = list(names), list(parameters), sums
+        sums.begin(self.parameters)
 
-    def begin(self, weight: float) -> None:
-        """This rank's gradients are there."""
-        current = self._sets[self._num_begun % len(self._sets)]
-        self._num_begun += 1
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                continue
-            if parameter.grad.layout != torch.strided:
-                raise InputError(f"the gradient of {self.names[index]} is {parameter.grad.layout}; ranks sum dense ones only")
-            if weight:  # the mean over no samples is not a number
-                current.put(index, parameter.grad, scale=weight)
-        current.begin_rest()
-        if len(self._sets) == 1:
-            self._due = current
-            return
-        self._due, self._under_way = self._under_way, current
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def finish(self) -> None:
-        """The gradients that are due become those of the parameters."""
-        if self._due is not None:
-            self._due.wait()
-            rooms = [parameter.grad for parameter in self.parameters]
-            sums = self._due.take(range(len(rooms)), into=rooms, like=self.parameters)
-            for parameter, total in zip(self.parameters, sums, strict=True):
-                parameter.grad = total
-            self._due = None
+    def average(self, weight: float) -> None:
+        """This rank's gradients are there; those that are due become those of the parameters."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for name, gradient in zip(self.names, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise InputError(f"the gradient of {name} is {gradient.layout}; ranks sum dense ones only")
+        if not weight:  # the mean over no samples is not a number
+            gradients = [None] * len(gradients)
+        sums = self._sums.finish(self.parameters, gradients, weight=weight, samples=0)
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            parameter.grad = total
 
     def flush(self) -> None:
-        for parameter in self.parameters if len(self._sets) > 1 else ():
-            parameter.grad = None
-        self._due, self._under_way = self._under_way, None
-        self.finish()
+        for parameter, total in self._sums.flush():
+            parameter.grad = total
 
     def close(self) -> None:
-        if self._under_way is not None:
-            self._under_way.wait()
+        self._sums.flush()
+        self.clear()
+        self._sums.close()
+
+    def clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        for each in self._sets:
-            each.close()

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tatami.report.picture import FORMATS, blank, check_path, save
     from tatami.report.ray_runs import draw_members
     from tatami.report.recommended import is_same, plan_table, recommendation, time_words
-    from tatami.report.schedule_drawing import draw_schedule
-    from tatami.report.shares import draw_shares
     from tatami.report.staged import piece_words, staged_lines, staged_recommendation, staged_time_words
     from tatami.report.tables import MethodResult, Table, run_table, sized_table
     from tatami.report.tiles import draw_tiling
@@ -38,8 +36,6 @@ __all__ = [
     "draw_bandwidth",
     "draw_course",
     "draw_members",
-    "draw_schedule",
-    "draw_shares",
     "draw_text",
     "draw_tiling",
     "draw_watched",
@@ -60,26 +56,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "tatami.report.answers": ("AnswerLike", "answer_table", "draw_answers"),
-            "tatami.report.bandwidth": ("draw_bandwidth",),
-            "tatami.report.course": ("CoursePoint", "draw_course"),
-            "tatami.report.drawing": ("draw_text",),
-            "tatami.report.measured_rounds": ("Efficiency", "EfficiencyRound", "efficiency"),
-            "tatami.report.machines": ("MachineLine", "display_names", "machine_lines", "machine_table"),
-            "tatami.report.ray_runs": ("draw_members",),
-            "tatami.report.schedule_drawing": ("draw_schedule",),
-            "tatami.report.picture": ("FORMATS", "blank", "check_path", "save"),
-            "tatami.report.recommended": ("is_same", "plan_table", "recommendation", "time_words"),
-            "tatami.report.shares": ("draw_shares",),
-            "tatami.report.staged": ("piece_words", "staged_lines", "staged_recommendation", "staged_time_words"),
-            "tatami.report.tables": ("MethodResult", "Table", "run_table", "sized_table"),
-            "tatami.report.tiles": ("draw_tiling",),
-            "tatami.report.watched": ("draw_watched",),
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 
 def __dir__() -> list[str]:

@@ -1,20 +1,19 @@
-"""A plan for people: what it is in words, where its time goes, and what it is compared with."""
+"""A plan for people: what it is in words, where its time goes, what keeps it from the ideal, and what it is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Link
 from tatami.report.machines import display_names
-from tatami.report.obstacles import obstacles
 from tatami.report.tables import Table, table_of
 from tatami.report.words import percent, wrapped
-from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, PlanLimits, StagedPlan
+from tatami.tiling import DEFAULT_PLANNER, Layout, Obstacle, Plan, PlanLimits, SlowestLink, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
 from tatami.tiling.left_out import Reason
 from tatami.tiling.memory import memory_bytes
-from tatami.units import format_duration, format_size, format_speed
+from tatami.units import format_bandwidth, format_duration, format_size, format_speed
 
 _MOST_NAMED = 4
 _MOST_IDLE = 8
@@ -70,19 +69,19 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
     """
     cost = plan.predicted
     parts = {"computing": cost.compute, "tensor-parallel sums": cost.tensor_parallel, "gradient sums": cost.gradients}
-    shown = [f"{what} {_seconds(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
-    text = f"An iteration takes {_seconds(cost.total)}: {', '.join(shown)}."
+    shown = [f"{what} {seconds_words(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
+    text = f"An iteration takes {seconds_words(cost.total)}: {', '.join(shown)}."
     if plan.range_s is not None:
-        low, high = (_seconds(end_s) for end_s in plan.range_s)
+        low, high = (seconds_words(end_s) for end_s in plan.range_s)
         text += f" With the measured variation of speeds, 90 % take {low} to {high}."
     all_ = {1: "the machine", 2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
-    text += f" Without communication and waiting, {all_} would take {_seconds(found.ideal_s)}."
+    text += f" Without communication and waiting, {all_} would take {seconds_words(found.ideal_s)}."
     lost = list(obstacles(plan, cluster=cluster, found=found))
     text += " The difference is due to:" if lost else ""
     lines = [wrapped(text, width=width)]
-    most = max((len(_seconds(seconds)) for _, seconds in lost), default=0)
+    most = max((len(seconds_words(seconds)) for _, seconds in lost), default=0)
     for what, seconds in lost:
-        lines.append(wrapped(f"  {_seconds(seconds):>{most}}  {what}", width=width, indent=" " * (most + 4)))
+        lines.append(wrapped(f"  {seconds_words(seconds):>{most}}  {what}", width=width, indent=" " * (most + 4)))
     if not is_measured:
         guess = (
             f"Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times and costs of sending are guesses. "
@@ -136,7 +135,7 @@ def plan_table(
             "plan": _labels(labels),
             "machines": "-" if plan is None else f"{len(plan.layout.processors):,}",
             "replicas": "-" if plan is None else _replicas(plan),
-            "iteration": "no room" if plan is None else _seconds(plan.predicted_s),
+            "iteration": "no room" if plan is None else seconds_words(plan.predicted_s),
             "speed-up": "-" if plan is None or base is None else f"{base.predicted_s / plan.predicted_s:.2f} x",
         }
         for plan, labels in rows
@@ -224,5 +223,61 @@ def _part(fraction: float) -> str:
     return percent(round(fraction, 2)) if fraction >= _LEAST_PART else f"under {percent(_LEAST_PART)}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_words(seconds: float) -> str:
+    """For example "12.3 ms"."""
     return format_duration(seconds, digits=3)
+
+
+_LEAST_LOST = 0.05
+"""Smallest part of an iteration that is worth a line."""
+_MOST_LINKS = 3
+_WORDS = {
+    Obstacle.MESSAGES: "CPU time of sending, receiving and copying messages",
+    Obstacle.CALLS: "calls, which cost the same for small and large shares",
+    Obstacle.SCATTER: "variation of measured speeds: all wait for the slowest",
+    Obstacle.SHARES: "uneven shares (whole samples and units, memory) and work that replicas repeat",
+}
+
+
+def obstacles(plan: Plan, *, cluster: Cluster, found: PlanLimits) -> Iterator[tuple[str, float]]:
+    """The obstacles that take 5 % of an iteration or more, in words and in seconds, the largest first."""
+    for obstacle, seconds in sorted(found.lost_s.items(), key=lambda pair: -pair[1]):
+        if seconds < _LEAST_LOST * plan.predicted_s:
+            return
+        if obstacle is Obstacle.UNUSED:
+            number = cluster.size - len(plan.layout.processors)
+            yield f"{number} machine{'s' if number > 1 else ''} without work", seconds
+        elif obstacle is Obstacle.BANDWIDTH:
+            yield f"bytes on {_slowest_link(plan, cluster=cluster, obstacle=obstacle)}", seconds
+        elif obstacle is Obstacle.LATENCY:
+            yield f"latency of {_slowest_link(plan, cluster=cluster, obstacle=obstacle)}", seconds
+        else:
+            yield _WORDS[obstacle], seconds
+
+
+def _slowest_link(plan: Plan, *, cluster: Cluster, obstacle: Obstacle) -> str:
+    """Which link holds the plan back, and its bandwidth or latency."""
+    names = plan.layout.processors
+    found = SlowestLink(cluster).among(names)
+    is_latency = obstacle is Obstacle.LATENCY
+    has = format_duration(found.latency_s, digits=3) if is_latency else format_bandwidth(found.bandwidth_bytes_per_s, digits=3)
+
+    def holds_back(link: Link) -> bool:
+        if is_latency:
+            return link.latency_s >= found.latency_s
+        return link.bandwidth_bytes_per_s <= found.bandwidth_bytes_per_s
+
+    hosts = list(dict.fromkeys(cluster.host_of[name] for name in names))
+    if len(hosts) == 1:
+        return f"the link inside {hosts[0]} ({has})"
+    pairs = [pair for pair, link in cluster.links.items() if holds_back(link) and set(pair) <= set(hosts)]
+    slow = [host for host in hosts if host in cluster.own_links and holds_back(cluster.own_links[host])]
+    if slow:
+        return f"the link of {_listed_links(slow)} ({has})"
+    if pairs:
+        return f"the link between {_listed_links([' and '.join(pair) for pair in pairs])} ({has})"
+    return f"the network between hosts ({has})"
+
+
+def _listed_links(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_LINKS else f"{names[0]} and {len(names) - 1} more"

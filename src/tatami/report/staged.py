@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from tatami.cluster import Cluster
 from tatami.report.machines import MachineLine
-from tatami.report.recommended import listed_machines, without_work
+from tatami.report.recommended import listed_machines, seconds_words, without_work
 from tatami.report.words import percent, wrapped
 from tatami.tiling import ProcessorTime, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
-from tatami.units import format_duration, format_speed
+from tatami.units import format_speed
 
 
 def staged_recommendation(plan: StagedPlan, *, cluster: Cluster, width: int) -> str:
@@ -58,12 +58,12 @@ def piece_words(plan: StagedPlan, first: int, stop: int) -> str:
 def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, width: int) -> str:
     """The time of an iteration, and where it goes, in lines of at most `width` characters."""
     shown = [
-        f"{what} {_seconds(own)} ({percent(round(own / plan.iteration_s, 2))})"
+        f"{what} {seconds_words(own)} ({percent(round(own / plan.iteration_s, 2))})"
         for what, own in _largest(plan.parts_s, plan.iteration_s)
     ]
     all_ = {2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
-    text = f"An iteration takes {_seconds(plan.iteration_s)}: {', '.join(shown)}. Without communication and waiting, {all_} "
-    text += f"would take {_seconds(ideal_s)}."
+    text = f"An iteration takes {seconds_words(plan.iteration_s)}: {', '.join(shown)}. Without communication and waiting, {all_} "
+    text += f"would take {seconds_words(ideal_s)}."
     if not plan.is_measured:
         text += f" Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times are guesses."
     return wrapped(text, width=width)
@@ -71,7 +71,3 @@ def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, wid
 
 def _largest(parts: Sequence[tuple[str, float]], whole: float) -> list[tuple[str, float]]:
     return [(what, own) for what, own in parts if own >= whole / 200]
-
-
-def _seconds(seconds: float) -> str:
-    return format_duration(seconds, digits=3)

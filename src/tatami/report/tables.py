@@ -81,17 +81,6 @@ class Table:
         rule = (" " * gap).join("-" * width if width > 1 else " " * width for width in widths)
         return "\n".join([self.title, "", *aligned[:height], rule, *aligned[height:]])
 
-    def to_markdown(self) -> str:
-        """For a README; the best row is bold, lines of one cell are parted by `<br>`."""
-        lines = [
-            _markdown_row(self.headers),
-            _markdown_row(["--:" if index in self.numbers else ":--" for index in range(len(self.headers))]),
-        ]
-        for index, row in enumerate(self.rows):
-            cells = [cell.replace("|", "\\|").replace("\n", "<br>") for cell in row]
-            lines.append(_markdown_row([f"**{cell}**" if index == self.best and cell else cell for cell in cells]))
-        return "\n".join(lines)
-
 
 def table_of(title: str, rows: Sequence[Mapping[str, str]], *, texts: Collection[str], best: int | None = None) -> Table:
     """A table of rows, one or more, that all name their columns in the same order; those but `texts` are numbers."""
@@ -171,7 +160,3 @@ def _shortened(items: Sequence[str]) -> str:
 def _lines(row: Sequence[str]) -> list[tuple[bool, tuple[str, ...]]]:
     """A row of cells of several lines as rows of one line each, with whether it is the first."""
     return [(index == 0, cells) for index, cells in enumerate(zip_longest(*(cell.split("\n") for cell in row), fillvalue=""))]
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace(chr(10), ' ') for cell in cells)} |"

@@ -21,7 +21,7 @@ from tatami.retiling.decision import DecisionKind, tell_speeds
 from tatami.retiling.noticing import Detector, Vector
 from tatami.retiling.options import carried_s
 from tatami.retiling.ski_rental import Rental
-from tatami.retiling.watching import OneRankPlans, plan_here
+from tatami.retiling.watching import CERTAINTY, CERTAINTY_PROVED, LEAST_GAIN, MOST_KEPT, OneRankPlans, plan_here
 from tatami.tiling import AlphaBetaCost, StagedLayout, StagedPlan, with_speeds
 from tatami.tiling.speeds import at_paces
 from tatami.tiling.staged import plan_stages
@@ -29,15 +29,10 @@ from tatami.tiling.staged_price import price_stages
 from tatami.units import format_duration
 from tatami.workload import Workload
 
-CERTAINTY, CERTAINTY_PROVED = 4.0, 2.0
-"""Standard errors of a speed that a gain must exceed; and where an alarm has shown that something changed."""
-LEAST_GAIN = 0.03
-"""Smallest gain worth acting on, as a fraction of an iteration."""
 FIXED_S = 0.1
 """What a move costs beside its weights until one was measured: planning, agreement, communicators and modules."""
 _LOOK, _LOOK_AT = 32, (4, 8, 16)
 """Iterations between two looks, and after which since a change there are some, as errors shrink."""
-_MOST_KEPT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +109,7 @@ class StagedWatcher:
         self._distrust = 1.0
         self.planned: OneRankPlans = plan_here
         self.alarms: list[Alarm] = []
-        self.glances: deque[Glance] = deque(maxlen=_MOST_KEPT)
+        self.glances: deque[Glance] = deque(maxlen=MOST_KEPT)
         self.works = self._works()
 
     def moved(self, took_s: float) -> None:

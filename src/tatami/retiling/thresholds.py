@@ -34,12 +34,6 @@ class Sums:
     far_clip: float
 
 
-def mean_time_between(k: float, h: float) -> float:
-    """Samples from one false alarm of a one-sided CUSUM to the next in normal noise: Siegmund's approximation."""
-    b = h + 1.166
-    return (math.exp(2 * k * b) - 2 * k * b - 1) / (2 * k * k)
-
-
 def sums_for(num_series: int, *, false_alarms: float = FALSE_ALARMS, outlier_share: float = OUTLIER_SHARE) -> tuple[Sums, Sums]:
     """The fast and the slow sums for so many series that are watched together."""
     # One stall for each clipped sample; so many in a row, and not fewer, make an alarm.

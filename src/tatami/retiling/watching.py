@@ -61,7 +61,7 @@ _MOST_WAITED = 8
 """Iterations for which nothing is done because something may just have changed."""
 ALL_BUT_OUT = 0.125
 """A processor that keeps less than this of its work is as good as left out."""
-_MOST_KEPT = 4096
+MOST_KEPT = 4096
 
 Found = TypeVar("Found")
 
@@ -99,7 +99,7 @@ class Watcher(AbstractDecider):
     def _begin(self) -> None:
         self.planned: OneRankPlans = plan_here
         self.alarms: list[Alarm] = []
-        self.glances: deque[Glance] = deque(maxlen=_MOST_KEPT)
+        self.glances: deque[Glance] = deque(maxlen=MOST_KEPT)
         self._known = Estimates(self.cluster, workload=self.workload, layout=self.layout)
         self._accounts: dict[DecisionKind, Rental] = {}
         self._levels: tuple[Level, ...] = ()

@@ -59,7 +59,7 @@ def cut_batch(batch: Any, span: Span, *, samples: int) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(cut_batch(value, span, samples=samples) for value in batch))
     if isinstance(batch, tuple | list):
-        if len(batch) == samples and _are_texts(batch):
+        if len(batch) == samples and all(isinstance(item, str | bytes) for item in batch):
             return batch[span.slice()]
         return type(batch)([cut_batch(value, span, samples=samples) for value in batch])
     return batch
@@ -77,10 +77,6 @@ def on_device(batch: Any, device: torch.device) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     return pytree.tree_map(move, batch)
-
-
-def _are_texts(batch: tuple[Any, ...] | list[Any]) -> bool:
-    return all(isinstance(item, str | bytes) for item in batch)
 
 
 def _leaves(batch: Any, path: str) -> Iterator[Any]:

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from tatami.engine.ray_engine import engine
     from tatami.report.server_run import Failure, RunReport
     from tatami.server.optimizers import SGD, Adam
-    from tatami.server.run_context import RunContext
-    from tatami.server.run_control import RunControl
+    from tatami.server.run_control import RunContext, RunControl
     from tatami.server.run_settings import RunSettings, TaskPhase
     from tatami.server.training import resume, train
 
@@ -40,19 +39,7 @@ __all__ = [
 
 # The decisions are pure; what brings torch and Ray is imported when it is first asked for.
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "tatami.engine.crew": ("Pool",),
-            "tatami.engine.ray_engine": ("engine",),
-            "tatami.server.optimizers": ("SGD", "Adam"),
-            "tatami.server.run_context": ("RunContext",),
-            "tatami.server.run_settings": ("RunSettings", "TaskPhase"),
-            "tatami.report.server_run": ("Failure", "RunReport"),
-            "tatami.server.run_control": ("RunControl",),
-            "tatami.server.training": ("resume", "train"),
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 
 def __dir__() -> list[str]:

@@ -199,7 +199,7 @@ class _Pass(TorchFunctionMode):
         if planned is None or planned.module or planned.name != name:
             # Not an operation that makes a tensor (a shape is asked for), or not what was recorded: then it is found below.
             out = call_operation(func, *self._as_seen(args, kwargs))
-            if tensors_in(out) and not _is_getter(name):
+            if tensors_in(out) and not name.startswith("__get__"):
                 raise self._differs(name)
             return iter(out) if name == "__iter__" else out
         out = self._operation(planned, func, args, kwargs)
@@ -469,7 +469,3 @@ def _refuse_other_forms(call: ForwardCall, out: Any, given: list[torch.Tensor]) 
             f"{call.module} returns tensors of {found} where other stages expect {expected}: the shape depends on values, "
             "which they do not have. Return tensors of the shape of the input, or use one stage"
         )
-
-
-def _is_getter(name: str) -> bool:
-    return name.startswith("__get__")

@@ -63,7 +63,12 @@ class Relocation:
                 self._network.put_in_place(fetched)
             return
         model._leave()
-        _take_plain_forwards(model)
+        # Undo what runs in place of the modules' own forward passes.
+        for module, plain in model._plain_forwards.items():
+            if plain is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = plain
         with torch.no_grad():
             self._network.put_in_place(fetched)
         model._past_engine = model._gradients
@@ -87,12 +92,3 @@ def _seat(model: TiledModel, layout: Layout | StagedLayout, network: NetworkTens
     assert isinstance(own, Layout)
     with network.shown(None if stage is None else stage.has):
         return model._seat(model.module, stage=stage, found=found, layout=own)
-
-
-def _take_plain_forwards(model: TiledModel) -> None:
-    """Undo what runs in place of the modules' own forward passes."""
-    for module, plain in model._plain_forwards.items():
-        if plain is None:
-            vars(module).pop("forward", None)
-        else:
-            vars(module)["forward"] = plain

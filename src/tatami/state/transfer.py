@@ -233,10 +233,19 @@ class NetworkTensors:
     def put_in_place(self, fetched: Fetched) -> None:
         """Give the network and the mirror what was fetched, and take away what is not to be here any more. Sends nothing."""
         mine = fetched.everyone[self._model.comm.rank]
-        settings = _settings(fetched.everyone)
+        # What the first rank that has a tensor says of it.
+        everyone = fetched.everyone
+        settings: dict[str, dict[_Key, Any]] = {}
+        for each in everyone:
+            settings = {**each.settings, **settings}
         for name, tensor in self.tensors.items():
             if name not in mine.needed and not isinstance(tensor, StandIn):
-                self._release(name, tensor)
+                shown = self._stand_in(name)
+                if isinstance(tensor, nn.Parameter):
+                    self._forget(tensor)
+                    _swap(tensor, nn.Parameter(shown, requires_grad=tensor.requires_grad))
+                else:
+                    self._replace(tensor, shown)
             elif name in fetched.own:
                 renews = not mine.held.get(name, Span(0, 0)).size
                 self._give(tensor, fetched.own[name], settings.get(name, {}) if renews else {})
@@ -338,14 +347,6 @@ class NetworkTensors:
             if number >= 0 and (number, state) not in before:
                 self.optimizers[number].state[tensor][state] = each
 
-    def _release(self, name: str, tensor: torch.Tensor) -> None:
-        shown = self._stand_in(name)
-        if isinstance(tensor, nn.Parameter):
-            self._forget(tensor)
-            _swap(tensor, nn.Parameter(shown, requires_grad=tensor.requires_grad))
-        else:
-            self._replace(tensor, shown)
-
     def _forget(self, tensor: torch.Tensor) -> None:
         for optimizer in self.optimizers:
             optimizer.state.pop(tensor, None)
@@ -423,14 +424,6 @@ def _kinds(everyone: Sequence[Holding], moving: Collection[str]) -> dict[str, di
 
 def _words(kinds: Mapping[_Key, torch.dtype]) -> str:
     return ", ".join(f"{key} ({dtype})" for (_, key), dtype in kinds.items())
-
-
-def _settings(everyone: Sequence[Holding]) -> dict[str, dict[_Key, Any]]:
-    """What the first rank that has a tensor says of it."""
-    found: dict[str, dict[_Key, Any]] = {}
-    for each in everyone:
-        found = {**each.settings, **found}
-    return found
 
 
 def _swap(parameter: nn.Parameter, by: nn.Parameter) -> None:

@@ -1,19 +1,15 @@
 """Who gets which rectangle."""
 
-from tatami.tiling.advice import Advice, advise
-from tatami.tiling.alone import alone_warning, fastest_alone
+from tatami.tiling.advice import Advice, advise, alone_warning, fastest_alone
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
-from tatami.tiling.cost import AbstractCost, Cost
-from tatami.tiling.even import EvenPlanner
+from tatami.tiling.cost import AbstractCost, Cost, PaperCost
 from tatami.tiling.gradient_messages import Message, gradient_messages
-from tatami.tiling.grid import GridPlanner
-from tatami.tiling.gridrev import GridRevPlanner
+from tatami.tiling.grid import GridPlanner, GridRevPlanner
 from tatami.tiling.layout import GRAIN, Layout, Replica
 from tatami.tiling.limits import Obstacle, PlanLimits, limits
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.merge import SMALL_GROUP, SrpmMergedPlanner, remove_small_groups
-from tatami.tiling.paper import PaperCost
 from tatami.tiling.plan import DEFAULT_PLANNER, PLANNERS, Plan, compare, find_planner, plan
 from tatami.tiling.planner import AbstractPlanner
 from tatami.tiling.span import FEW, Span, largest_remainder, spans, whole_shares
@@ -26,7 +22,7 @@ from tatami.tiling.tiling import OwnedUnits, Tile, Tiling
 from tatami.tiling.timed import TimedPlanner
 from tatami.tiling.timeline import ProcessorTime, timeline
 from tatami.tiling.traffic import PlannedSum, SumKind, Traffic, link_bytes, traffic_of
-from tatami.tiling.weighted import WeightedPlanner
+from tatami.tiling.weighted import EvenPlanner, WeightedPlanner
 
 __all__ = [
     "DEFAULT_PLANNER",

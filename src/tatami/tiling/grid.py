@@ -1,4 +1,7 @@
-"""Method H of the paper: a grid whose replicas are as wide as their slowest is fast."""
+"""Methods H and H_rev of the paper: grids whose replicas are as wide as their slowest is fast.
+
+H_rev splits the units by the speeds of the slowest replica, H evenly.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +51,14 @@ def grid_builder(
         )
 
     return build
+
+
+@final
+class GridRevPlanner(AbstractPlanner):
+    """Method H_rev: as method H, and the units are split by the speeds inside the slowest replica, alike in every replica."""
+
+    name: ClassVar[str] = "grid-rev"
+
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+        build = grid_builder(ascending(cluster), heights=lambda slowest: [processor.speed for processor in slowest])
+        return best_grid(build, cluster=cluster, workload=workload, cost=cost)

@@ -11,23 +11,20 @@ from tatami.errors import MemoryLackError, PlanError, warn
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.compute import scatter, scatter_range
-from tatami.tiling.cost import AbstractCost, Cost, RememberedCost
-from tatami.tiling.even import EvenPlanner
+from tatami.tiling.cost import AbstractCost, Cost, PaperCost, RememberedCost
 from tatami.tiling.fit import fit
-from tatami.tiling.grid import GridPlanner
-from tatami.tiling.gridrev import GridRevPlanner
+from tatami.tiling.grid import GridPlanner, GridRevPlanner
 from tatami.tiling.lack import with_remedies
 from tatami.tiling.layout import Layout
 from tatami.tiling.left_out import Reason, warnings_of
 from tatami.tiling.memory import memory_bytes
 from tatami.tiling.merge import SrpmMergedPlanner
-from tatami.tiling.paper import PaperCost
 from tatami.tiling.planner import AbstractPlanner
 from tatami.tiling.speeds import with_speeds
 from tatami.tiling.srpm import SrpmPlanner
 from tatami.tiling.tiling import Tiling
 from tatami.tiling.timed import TimedPlanner
-from tatami.tiling.weighted import WeightedPlanner
+from tatami.tiling.weighted import EvenPlanner, WeightedPlanner
 from tatami.units import format_duration
 from tatami.workload import Workload, as_probed
 

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from tatami.cluster import Cluster, Processor
 from tatami.errors import PlanError
-from tatami.tiling.cost import AbstractCost
+from tatami.tiling.cost import AbstractCost, PaperCost, eq8_factors
 from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.memory import in_fewest_micro_batches
-from tatami.tiling.paper import PaperCost, eq8_factors
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest
 from tatami.tiling.speeds import at_equal_times
 from tatami.tiling.weighted import data_parallel

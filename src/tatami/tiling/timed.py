@@ -10,16 +10,14 @@ from typing import ClassVar, final
 from tatami.cluster import Cluster, Processor
 from tatami.tiling.compute import evened, replica_flop_times
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.even import EvenPlanner
-from tatami.tiling.grid import GridPlanner
-from tatami.tiling.gridrev import GridRevPlanner
+from tatami.tiling.grid import GridPlanner, GridRevPlanner
 from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest_whole
 from tatami.tiling.span import FEW
 from tatami.tiling.speeds import at_equal_times, at_tiles
 from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_layout, srpm_table
-from tatami.tiling.weighted import WeightedPlanner, data_parallel
+from tatami.tiling.weighted import EvenPlanner, WeightedPlanner, data_parallel
 from tatami.workload import Workload
 
 _ROWS = 256

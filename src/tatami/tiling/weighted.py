@@ -1,4 +1,4 @@
-"""Weighted data parallelism: every processor computes the whole network, on samples in proportion to its speed."""
+"""Weighted data parallelism: samples in proportion to speeds; and method 1 of the paper: equal shares at all speeds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, final
 from tatami.cluster import Cluster, Processor
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Layout, Replica
-from tatami.tiling.planner import AbstractPlanner
+from tatami.tiling.planner import AbstractPlanner, best_grid
 from tatami.tiling.speeds import at_equal_times
 from tatami.workload import Workload
 
@@ -33,3 +33,26 @@ def data_parallel(processors: Sequence[Processor]) -> Layout:
             Replica(width=processor.speed / total, processors=(processor.name,), heights=(1.0,)) for processor in processors
         )
     )
+
+
+@final
+class EvenPlanner(AbstractPlanner):
+    """N_DP equal replicas of equal tiles, filled in the order of the ranks; the cheapest N_DP."""
+
+    name: ClassVar[str] = "even"
+    sized: ClassVar[bool] = True
+
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+        names = [processor.name for processor in cluster.processors]
+
+        def build(num_replicas: int) -> Layout:
+            depth = len(names) // num_replicas
+            heights = (1 / depth,) * depth
+            return Layout(
+                replicas=tuple(
+                    Replica(width=1 / num_replicas, processors=tuple(names[start : start + depth]), heights=heights)
+                    for start in range(0, len(names), depth)
+                )
+            )
+
+        return best_grid(build, cluster=cluster, workload=workload, cost=cost)

@@ -11,14 +11,13 @@ from tatami.runtime.phases import IterationPhase, Phases, PhaseTimes
 from tatami.runtime.row_messages import Moved
 from tatami.runtime.rows import TiledBlock
 from tatami.state.moving import move
-from tatami.train.averaging import WeightAverage
 from tatami.train.batches import AbstractBatches, LocalBatch
 from tatami.train.checkpointing import ModelCheckpoint
 from tatami.train.data import TrainingData
 from tatami.train.evaluating import METRICS, Metric
 from tatami.train.preparing import History
 from tatami.train.retiling import Check, Retiling
-from tatami.train.scheduling import Callback, LRSchedulerConfig
+from tatami.train.scheduling import Callback, LRSchedulerConfig, WeightAverage
 from tatami.train.trainer import Trainer
 
 __all__ = [

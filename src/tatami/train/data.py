@@ -37,7 +37,9 @@ def batches_of(
     Raises:
         InputError: no data; a batch size where there is one already, or none where there must be one.
     """
-    _refuse_arrays(data)
+    if isinstance(data, tuple | list) and len(data) == 2 and not is_tensors(data) and not isinstance(data[0], tuple | list):
+        kinds = ", ".join(type(part).__name__ for part in data)
+        raise InputError(f"data must be a pair of tensors (inputs, targets), not ({kinds}); see torch.as_tensor")
     if isinstance(data, IterableDataset):
         if batch_size is None:
             raise InputError("an IterableDataset gives single samples: say batch_size, or give a DataLoader of it")
@@ -62,9 +64,3 @@ def batches_of(
 def comes_in_batches(data: Any) -> bool:
     """Whether it cannot be indexed, and so is taken for an iterable of batches."""
     return not is_tensors(data) and (isinstance(data, dict | str | bytes | IterableDataset) or not isinstance(data, Samples))
-
-
-def _refuse_arrays(data: Any) -> None:
-    if isinstance(data, tuple | list) and len(data) == 2 and not is_tensors(data) and not isinstance(data[0], tuple | list):
-        kinds = ", ".join(type(part).__name__ for part in data)
-        raise InputError(f"data must be a pair of tensors (inputs, targets), not ({kinds}); see torch.as_tensor")

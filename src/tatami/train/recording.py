@@ -84,7 +84,17 @@ class RunRecorder:
         if watcher is not None and (is_due or check is not None):
             self._tell_watched(watcher, iteration)
         if check is not None:
-            self._tell_check(check, iteration)
+            decision = check.decision
+            values = {
+                "decision": decision.kind.value,
+                "reason": decision.reason,
+                "imbalance": check.imbalance,
+                "moved_units": check.moved.num_units if check.moved else 0,
+                "speeds": dict(decision.speeds),
+            }
+            self.write("check", iteration=iteration, values=values)
+            if check.moved is not None:
+                self._tell_tiling(iteration, why=decision.reason, speeds=decision.speeds)
         if self._model.stage is not None:
             self._tell_timeline(iteration)
             self._trace_next(iteration)
@@ -191,19 +201,6 @@ class RunRecorder:
             ],
         }
         self._records.write("watch", iteration=iteration, values=values)
-
-    def _tell_check(self, check: Check, iteration: int) -> None:
-        decision = check.decision
-        values = {
-            "decision": decision.kind.value,
-            "reason": decision.reason,
-            "imbalance": check.imbalance,
-            "moved_units": check.moved.num_units if check.moved else 0,
-            "speeds": dict(decision.speeds),
-        }
-        self.write("check", iteration=iteration, values=values)
-        if check.moved is not None:
-            self._tell_tiling(iteration, why=decision.reason, speeds=decision.speeds)
 
     def _tell_tiling(self, iteration: int, *, why: str, speeds: Any) -> None:
         model, self._laid_at, self._has_timeline = self._model, iteration, False

@@ -2,7 +2,7 @@
 
 from tatami.workload.block import Block, Piece, Section
 from tatami.workload.gpt import VOCABULARY, gpt_workload
-from tatami.workload.linear_pair import linear_pair
+from tatami.workload.linear_pair import Counts, PairSizes, backward_counts, forward_counts, iteration_counts, linear_pair
 from tatami.workload.network import (
     Activation,
     Dense,
@@ -16,7 +16,6 @@ from tatami.workload.network import (
     partners,
 )
 from tatami.workload.recomputation import Recomputation, RecomputedLayer
-from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
 from tatami.workload.workload import WIRES, Workload, check_wire, corners
 
 __all__ = [

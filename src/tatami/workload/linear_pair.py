@@ -1,10 +1,15 @@
-"""The block of the paper: Linear(inputs -> units), an activation, Linear(units -> outputs), with the operations of Table 1."""
+"""The block of the paper: Linear(inputs -> units), an activation, Linear(units -> outputs), with the operations of Table 1.
+
+Table 1 of Ozawa, Sugaya and Aso has the operations of one iteration on a tile, by phase: a pair n-m-l on a tile of `units`
+(m_i) x `samples` (s_i); both may be fractions of a whole, as planners use them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tatami.errors import PlanError
 from tatami.workload.block import Block
-from tatami.workload.table1 import PairSizes, forward_counts, iteration_counts
 
 _FLOAT_BYTES = 4
 
@@ -54,3 +59,60 @@ def linear_pair(
         unit_largest=max(inputs, outputs),
         name=name,
     )
+
+
+SIGMOID_FLOP = 10
+"""What one sigmoid counts for in flop: an exponential of about eight, an addition and a division."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSizes:
+    """What Table 1 knows of a pair beside its units: n, l, whether the first layer has a bias, and whether layers lie below."""
+
+    inputs: int
+    outputs: int
+    unit_bias: bool = False
+    input_gradient: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Additions and subtractions, multiplications and divisions, sigmoids."""
+
+    add: float
+    multiply: float
+    sigmoid: float = 0
+
+    @property
+    def flop(self) -> float:
+        """All of them as floating-point operations; a sigmoid counts `SIGMOID_FLOP`."""
+        return self.add + self.multiply + SIGMOID_FLOP * self.sigmoid
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(add=self.add + other.add, multiply=self.multiply + other.multiply, sigmoid=self.sigmoid + other.sigmoid)
+
+
+def forward_counts(pair: PairSizes, *, units: float, samples: float) -> Counts:
+    """Table 1, first row: f = sigmoid(W x), h = sigmoid(V f). A bias of the first layer adds m_i s_i additions."""
+    n, m, l, s = pair.inputs, units, pair.outputs, samples  # noqa: E741 - the paper's letters
+    return Counts(
+        add=(n + l - 1) * m * s - l * s + (m * s if pair.unit_bias else 0), multiply=(n + l) * m * s, sigmoid=m * s + l * s
+    )
+
+
+def backward_counts(pair: PairSizes, *, units: float, samples: float) -> Counts:
+    """Table 1, second row: the deltas, the gradients and the update.
+
+    Beyond the table: a bias adds m_i s_i additions, and a pair whose input needs a gradient the product W^T delta1, which
+    is n m_i s_i multiplications and as many additions.
+    """
+    n, m, l, s = pair.inputs, units, pair.outputs, samples  # noqa: E741
+    table = Counts(add=(n + l) * m * s + 2 * l * s, multiply=(n + 2 * l + 1) * m * s + 2 * l * s)
+    bias = Counts(add=m * s if pair.unit_bias else 0, multiply=0)
+    below = Counts(add=n * m * s, multiply=n * m * s) if pair.input_gradient else Counts(add=0, multiply=0)
+    return table + bias + below
+
+
+def iteration_counts(pair: PairSizes, *, units: float, samples: float) -> Counts:
+    """Both rows of Table 1 together."""
+    return forward_counts(pair, units=units, samples=samples) + backward_counts(pair, units=units, samples=samples)

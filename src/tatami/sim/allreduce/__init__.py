@@ -1,7 +1,6 @@
 """All-reduces on simulated machines: schedules replayed transfer by transfer, over sizes and grids."""
 
-from tatami.sim.allreduce.allreduce_job import AllReduceJob, Replayed, replay
-from tatami.sim.allreduce.cases import Case, grids_of
+from tatami.sim.allreduce.allreduce_job import AllReduceJob, Case, Replayed, grids_of, replay
 from tatami.sim.allreduce.natives import NATIVES, NativeRule, WholeDoubling, expand
 from tatami.sim.allreduce.replay import Replay
 from tatami.sim.allreduce.software import Fragment, Software

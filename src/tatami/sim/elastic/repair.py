@@ -8,8 +8,7 @@ from enum import Enum
 
 from tatami.membership import Abort, Ask, Died, EndRun, Entered, Halted, Laid, MemberEvent, Membership, Regroup
 from tatami.retiling.options import carried_s
-from tatami.sim.elastic.elastic_setup import MOST_IN_VAIN, LossyRun, LossySetup
-from tatami.sim.elastic.machines import MachineEvents
+from tatami.sim.elastic.elastic_setup import MOST_IN_VAIN, LossyRun, LossySetup, MachineEvents
 from tatami.tiling import Layout
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from tatami.errors import PlanError
-from tatami.sim.elastic.elastic_setup import MOST_IN_VAIN, LossyRun, LossySetup
-from tatami.sim.elastic.machines import MachineEvents
+from tatami.sim.elastic.elastic_setup import MOST_IN_VAIN, LossyRun, LossySetup, MachineEvents
 
 
 def rehearse_restart(setup: LossySetup, *, seed: int) -> LossyRun:

@@ -53,7 +53,13 @@ def read_platform(path: Path | str) -> AbstractPlatform:
     if "groups" not in tables:
         return ClusterPlatform(cluster=cluster_of(tables, source=path), name=file.stem)
     try:
-        _check_depth(tables)
+        # Before anything descends into them.
+        level: list[Any] = [tables]
+        for _ in range(_DEEPEST + 1):
+            inner = [table.get("groups") for table in level if isinstance(table, dict)]
+            level = [table for each in inner if isinstance(each, list) for table in each]
+        if level:
+            raise InputError(f"groups are nested more than {_DEEPEST} deep")
         tree: Tree = _converter().structure({"name": file.stem, **tables}, Tree)
     except (cattrs.BaseValidationError, InputError) as error:
         raise ClusterError(f"{path} cannot be used as a platform:", problems=list(problems_of(error))) from None
@@ -95,13 +101,3 @@ def _fabric(value: object) -> Fabric:
     if not isinstance(value, str) or value not in _FABRICS:
         raise InputError(f"must be one of {', '.join(_FABRICS)}, not {shortened(repr(value))}")
     return _FABRICS[value]
-
-
-def _check_depth(tables: dict[str, Any]) -> None:
-    """Before anything descends into them."""
-    level: list[Any] = [tables]
-    for _ in range(_DEEPEST + 1):
-        inner = [table.get("groups") for table in level if isinstance(table, dict)]
-        level = [table for each in inner if isinstance(each, list) for table in each]
-    if level:
-        raise InputError(f"groups are nested more than {_DEEPEST} deep")

@@ -14,7 +14,6 @@ from tatami.server.saving import Saved
 from tatami.sim.server.lifetimes import Fates
 from tatami.sim.server.result import Period, SimulatedFailure
 from tatami.sim.server.server_setup import ServerSetup
-from tatami.sim.server.storage import SimulatedStorage
 from tatami.sim.server.tasks import SimulatedTasks
 from tatami.sim.stage import Stage
 
@@ -233,22 +232,22 @@ class ServerPlay:
     def _start_spare(self, process: int, *, stands_by: bool) -> None:
         if stands_by:
             self._tell(ev.SpareReady(at_s=self._stage.now_s, process=process))
-            return
-        self._booting += 1
-
-        def up() -> ev.Event:
-            self._booting -= 1
-            return ev.SpareReady(at_s=self._stage.now_s, process=process)
-
-        self._later(self.setup.spawn_s, up)
+        else:
+            self._boot(lambda: ev.SpareReady(at_s=self._stage.now_s, process=process))
 
     def _start_server(self, server: int) -> None:
+        def ready() -> ev.Event:
+            self._fates.server_starts(server)
+            return ev.ServerReady(at_s=self._stage.now_s, server=server)
+
+        self._boot(ready)
+
+    def _boot(self, ready: Callable[[], ev.Event]) -> None:
         self._booting += 1
 
         def up() -> ev.Event:
             self._booting -= 1
-            self._fates.server_starts(server)
-            return ev.ServerReady(at_s=self._stage.now_s, server=server)
+            return ready()
 
         self._later(self.setup.spawn_s, up)
 
@@ -332,3 +331,57 @@ class Skipping:
             return 0
         undisturbed = fates.undisturbed_rounds(self.period, now_s=now_s, most=left)
         return undisturbed - undisturbed % self.period.rounds
+
+
+class SimulatedStorage:
+    """Times writing and reading; one checkpoint at a time is written."""
+
+    def __init__(self, setup: ServerSetup, stage: Stage) -> None:
+        self._where = setup.checkpoints
+        self._stage = stage
+        self._writing = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def write(self, hosts: Sequence[int], *, then: Callable[[], None]) -> None:
+        """Write one on every host. `then` when the run may go on: when all is written, or begun where no worker waits."""
+        if self._writing:
+            self._waiting.append(lambda: self.write(hosts, then=then))
+            return
+        self._writing = True
+
+        def written() -> None:
+            self._writing = False
+            waiting, self._waiting = self._waiting, []
+            if self._where.waits:
+                then()
+            for each in waiting:
+                each()
+
+        self._move(hosts, reads=False, then=written)
+        if not self._where.waits:
+            then()
+
+    def read(self, hosts: Sequence[int], *, then: Callable[[], None]) -> None:
+        """Read the last checkpoint back on every host, once it is written."""
+        if self._writing:
+            self._waiting.append(lambda: self.read(hosts, then=then))
+            return
+        self._move(hosts, reads=True, then=then)
+
+    def _move(self, hosts: Sequence[int], *, reads: bool, then: Callable[[], None]) -> None:
+        store = self._where.store
+        if not store or not hosts:
+            self._stage.after(self._where.local_s if hosts else 0.0, then)
+            return
+        left = len(hosts)
+
+        def moved() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        for index, host in enumerate(hosts):
+            keeper = store[index % len(store)]
+            source, target = (keeper, host) if reads else (host, keeper)
+            self._stage.send(source, target, size_bytes=self._where.size_bytes, then=moved)

@@ -1,16 +1,13 @@
 """Tilings on simulated machines: iterations replayed, speeds that change, and the library's own controller deciding."""
 
-from tatami.sim.tiling.calibrate import Calibration, TimedTile, calibrate
-from tatami.sim.tiling.changes import Change
+from tatami.sim.tiling.changes import Change, change_at, draw_trace, read_trace
 from tatami.sim.tiling.iteration_plan import Floor
 from tatami.sim.tiling.run import TilingRun, rehearse
 from tatami.sim.tiling.staged import StagedIteration, StagedJob, rehearse_stages, simulate_iteration
 from tatami.sim.tiling.tiling_job import TilingJob
-from tatami.sim.tiling.traces import change_at, draw_trace, read_trace
 from tatami.sim.tiling.work import Startup, Work, work_of
 
 __all__ = [
-    "Calibration",
     "Change",
     "Floor",
     "StagedIteration",
@@ -18,9 +15,7 @@ __all__ = [
     "Startup",
     "TilingJob",
     "TilingRun",
-    "TimedTile",
     "Work",
-    "calibrate",
     "change_at",
     "draw_trace",
     "read_trace",

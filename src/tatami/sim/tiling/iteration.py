@@ -114,7 +114,9 @@ class Iteration:
             times = self._times[rank]
             times.update_s = spent_s
             times.gradients_s = self._stage.now_s - begun_s - spent_s
-            self._end()
+            self._going -= 1
+            if self._going == 0:
+                self._done(self._times)
 
         self._leaving[rank] += 1
         self._last[rank] = lambda: self._stretch(self._floor.update_flop[rank], updated, rank)
@@ -155,8 +157,3 @@ class Iteration:
             )
         self._then[key, place] = then
         self._replays[key].enter(place)
-
-    def _end(self) -> None:
-        self._going -= 1
-        if self._going == 0:
-            self._done(self._times)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from schedule_drawing import draw_schedule
 from tatami.collective import ALGORITHMS, Schedule, build
 from tatami.errors import InputError
-from tatami.report import draw_schedule
 
 figure = pytest.importorskip("matplotlib.figure", reason="needs the extra 'plot'")
 patches = pytest.importorskip("matplotlib.patches", reason="needs the extra 'plot'")
