@@ -176,11 +176,7 @@ def layouts(draw: st.DrawFn, size: int) -> Layout:
     widths = shares(draw, len(replicas))
     return Layout(
         replicas=tuple(
-            Replica(
-                width=width,
-                processors=tuple(f"p{rank}" for rank in members),
-                heights=shares(draw, len(members)),
-            )
+            Replica(width=width, processors=tuple(f"p{rank}" for rank in members), heights=shares(draw, len(members)))
             for width, members in zip(widths, replicas, strict=True)
         )
     )

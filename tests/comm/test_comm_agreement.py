@@ -21,11 +21,8 @@ from tatami.errors import (
 from tatami.testing.worlds import World
 
 
-def test_the_same_facts_pass_and_cost_a_single_rank_nothing(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        same_everywhere(comm, {"size": 3, "shape": (2, 3), "layout": None}, where="here")
-
-    world(body)
+def test_the_same_facts_pass_and_cost_a_single_rank_nothing(comm: AbstractCommunicator) -> None:
+    same_everywhere(comm, {"size": 3, "shape": (2, 3), "layout": None}, where="here")
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -39,15 +36,12 @@ def test_the_same_facts_pass_and_cost_a_single_rank_nothing(world: World) -> Non
     ],
 )
 def test_the_first_rank_and_the_first_fact_that_differ_are_named_on_all_ranks(
-    world: World, theirs: dict[str, int], told: str
+    comm: AbstractCommunicator, theirs: dict[str, int], told: str
 ) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        last = comm.size - 1
-        with pytest.raises(PlanError) as caught:
-            same_everywhere(comm, theirs if comm.rank == last else {"a": 1, "b": 2}, where="the test", error=PlanError)
-        assert str(caught.value) == f"the test: {told.format(last=last)}; all ranks must have the same"
-
-    world(body)
+    last = comm.size - 1
+    with pytest.raises(PlanError) as caught:
+        same_everywhere(comm, theirs if comm.rank == last else {"a": 1, "b": 2}, where="the test", error=PlanError)
+    assert str(caught.value) == f"the test: {told.format(last=last)}; all ranks must have the same"
 
 
 @pytest.mark.parametrize("root", [0, -1])
@@ -75,58 +69,49 @@ def test_the_root_decides_alone_for_all(world: World, root: int) -> None:
         (OSError(28, "No space left"), OSError),
     ],
 )
-def test_what_the_root_refuses_all_ranks_refuse(world: World, error: Exception, elsewhere: type[Exception]) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        def refuse() -> None:
+def test_what_the_root_refuses_all_ranks_refuse(
+    comm: AbstractCommunicator, error: Exception, elsewhere: type[Exception]
+) -> None:
+    def refuse() -> None:
+        raise error
+
+    with pytest.raises(type(error) if comm.rank == 0 else elsewhere) as caught:
+        decided_on_root(comm, refuse)
+    wanted = "KeyError: 'accuracy'" if isinstance(error, KeyError) else str(error)
+    assert wanted in str(caught.value) or comm.rank == 0
+    comm.barrier()
+
+
+def test_all_or_none(comm: AbstractCommunicator) -> None:
+    assert all_or_none(comm, lambda: comm.rank * 10, what="it failed") == comm.rank * 10
+
+    def sometimes(failing: set[int], error: Exception) -> Any:
+        if comm.rank in failing:
             raise error
+        return "done"
 
-        with pytest.raises(type(error) if comm.rank == 0 else elsewhere) as caught:
-            decided_on_root(comm, refuse)
-        wanted = "KeyError: 'accuracy'" if isinstance(error, KeyError) else str(error)
-        assert wanted in str(caught.value) or comm.rank == 0
-        comm.barrier()
-
-    world(body)
-
-
-def test_all_or_none(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        assert all_or_none(comm, lambda: comm.rank * 10, what="it failed") == comm.rank * 10
-
-        def sometimes(failing: set[int], error: Exception) -> Any:
-            if comm.rank in failing:
-                raise error
-            return "done"
-
-        last = comm.size - 1
-        with pytest.raises(TrainingError) as caught:
-            all_or_none(comm, lambda: sometimes({last}, ValueError("odd")), what="the step failed")
-        assert str(caught.value) == f"the step failed on rank {last} of {comm.size}: ValueError: odd"
-        assert (caught.value.__cause__ is not None) == (comm.rank == last)
-        with pytest.raises(CheckpointError) as several:
-            all_or_none(
-                comm, lambda: sometimes({0, last}, InputError("too long")), what="it was not kept", error=CheckpointError
-            )
-        lines = [f"on rank {rank} of {comm.size}: too long" for rank in sorted({0, last})]
-        assert str(several.value) == "it was not kept " + "\n  ".join(lines)
-
-    world(body)
+    last = comm.size - 1
+    with pytest.raises(TrainingError) as caught:
+        all_or_none(comm, lambda: sometimes({last}, ValueError("odd")), what="the step failed")
+    assert str(caught.value) == f"the step failed on rank {last} of {comm.size}: ValueError: odd"
+    assert (caught.value.__cause__ is not None) == (comm.rank == last)
+    with pytest.raises(CheckpointError) as several:
+        all_or_none(comm, lambda: sometimes({0, last}, InputError("too long")), what="it was not kept", error=CheckpointError)
+    lines = [f"on rank {rank} of {comm.size}: too long" for rank in sorted({0, last})]
+    assert str(several.value) == "it was not kept " + "\n  ".join(lines)
 
 
-def test_an_error_of_communication_is_raised_where_it_is_and_not_told(world: World) -> None:
+def test_an_error_of_communication_is_raised_where_it_is_and_not_told(comm: AbstractCommunicator) -> None:
     """The others could not be told; here no rank calls another one."""
 
-    def body(comm: AbstractCommunicator) -> None:
-        def fail() -> None:
-            raise CommError("the link is cut")
+    def fail() -> None:
+        raise CommError("the link is cut")
 
+    with pytest.raises(CommError, match="the link is cut"):
+        all_or_none(comm, fail, what="it failed")
+    if comm.rank == 0:
         with pytest.raises(CommError, match="the link is cut"):
-            all_or_none(comm, fail, what="it failed")
-        if comm.rank == 0:
-            with pytest.raises(CommError, match="the link is cut"):
-                decided_on_root(comm, fail)
-
-    world(body)
+            decided_on_root(comm, fail)
 
 
 def test_problems_by_rank(world: World) -> None:

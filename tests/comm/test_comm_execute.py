@@ -66,12 +66,9 @@ def check(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_sums_every_size(world: World, algorithm: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for size in (0, 1, 7, 1001):
-            check(comm, size=size, algorithm=algorithm)
-
-    world(body)
+def test_sums_every_size(comm: AbstractCommunicator, algorithm: str) -> None:
+    for size in (0, 1, 7, 1001):
+        check(comm, size=size, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -83,58 +80,43 @@ def test_sums_more_than_a_million(world: World, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.ranks(1, 2, 3, 4, 5, 6, 7, 8)
 @pytest.mark.threads_only
-def test_every_operation_on_one_to_eight_ranks(world: World, algorithm: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for op in ("sum", "mean", "max", "min"):
-            check(comm, size=61, op=op, algorithm=algorithm)
-
-    world(body)
+def test_every_operation_on_one_to_eight_ranks(comm: AbstractCommunicator, algorithm: str) -> None:
+    for op in ("sum", "mean", "max", "min"):
+        check(comm, size=61, op=op, algorithm=algorithm)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8], ids=str
 )
 @pytest.mark.ranks(3)
-def test_every_dtype(world: World, dtype: torch.dtype) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for algorithm in ALGORITHMS:
-            for op in ("sum", "max"):
-                check(comm, size=33, op=op, dtype=dtype, algorithm=algorithm)
-
-    world(body)
+def test_every_dtype(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
+    for algorithm in ALGORITHMS:
+        for op in ("sum", "max"):
+            check(comm, size=33, op=op, dtype=dtype, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("sync", [sync for sync in Sync if sync.one_sided], ids=lambda sync: sync.value)
 @pytest.mark.parametrize("algorithm", ONE_SIDED)
 @pytest.mark.ranks(2, 3, 4)
-def test_every_synchronisation_of_puts(world: World, algorithm: str, sync: Sync) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for op in ("sum", "mean"):
-            check(comm, size=1001, op=op, algorithm=algorithm, sync=sync)
-
-    world(body)
+def test_every_synchronisation_of_puts(comm: AbstractCommunicator, algorithm: str, sync: Sync) -> None:
+    for op in ("sum", "mean"):
+        check(comm, size=1001, op=op, algorithm=algorithm, sync=sync)
 
 
 @pytest.mark.parametrize("sync", [sync for sync in Sync if sync.one_sided], ids=lambda sync: sync.value)
 @pytest.mark.parametrize("grid", [(1, 4), (2, 2), (4, 1)], ids=lambda grid: "x".join(map(str, grid)))
 @pytest.mark.ranks(4)
-def test_every_grid(world: World, grid: tuple[int, int], sync: Sync) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for algorithm in ("torus", "torus_native", *ONE_SIDED[:2]):
-            check(comm, size=103, op="mean", algorithm=algorithm, grid=grid, sync=sync)
-
-    world(body)
+def test_every_grid(comm: AbstractCommunicator, grid: tuple[int, int], sync: Sync) -> None:
+    for algorithm in ("torus", "torus_native", *ONE_SIDED[:2]):
+        check(comm, size=103, op="mean", algorithm=algorithm, grid=grid, sync=sync)
 
 
 @pytest.mark.parametrize("across", ["native", "ring", "halving_doubling", "accumulate", "torus_put"])
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "abcd"])
 @pytest.mark.ranks(4)
-def test_hierarchical_over_hosts(world: World, hosts: str, across: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for op in ("sum", "mean"):
-            check(comm, size=103, op=op, algorithm="hierarchical", across=across, hosts=tuple(hosts))
-
-    world(body)
+def test_hierarchical_over_hosts(comm: AbstractCommunicator, hosts: str, across: str) -> None:
+    for op in ("sum", "mean"):
+        check(comm, size=103, op=op, algorithm="hierarchical", across=across, hosts=tuple(hosts))
 
 
 @pytest.mark.parametrize("across", ["torus_put", "accumulate"])
@@ -145,64 +127,51 @@ def test_fences_and_locks_across_hosts(world: World, across: str, sync: Sync) ->
 
 
 @pytest.mark.ranks(2, 3)
-def test_not_a_number_passes_through(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for algorithm in ALGORITHMS:
-            for op in ("sum", "mean", "max", "min"):
-                if algorithm in ("torus_accumulate", "accumulate", "native", "torus_native") and op in ("max", "min"):
-                    continue  # MPI_MAX and MPI_MIN compare, and say nothing of NaN
-                with AllReduce(comm, AllReduceSpec(size=20, op=Reduction(op), algorithm=algorithm)) as reduce:
-                    reduce.buffer.fill_(1.0)
-                    if comm.rank == 1:
-                        reduce.buffer[7] = torch.nan
-                    reduce.run()
-                    assert reduce.buffer.isnan().nonzero().flatten().tolist() == [7], (algorithm, op)
-
-    world(body)
+def test_not_a_number_passes_through(comm: AbstractCommunicator) -> None:
+    for algorithm in ALGORITHMS:
+        for op in ("sum", "mean", "max", "min"):
+            if algorithm in ("torus_accumulate", "accumulate", "native", "torus_native") and op in ("max", "min"):
+                continue  # MPI_MAX and MPI_MIN compare, and say nothing of NaN
+            with AllReduce(comm, AllReduceSpec(size=20, op=Reduction(op), algorithm=algorithm)) as reduce:
+                reduce.buffer.fill_(1.0)
+                if comm.rank == 1:
+                    reduce.buffer[7] = torch.nan
+                reduce.run()
+                assert reduce.buffer.isnan().nonzero().flatten().tolist() == [7], (algorithm, op)
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_fixed_order_gives_the_same_bits_as_the_schedule_says(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        vectors = [given_by(rank, 50).numpy() for rank in range(comm.size)]
-        for algorithm in ALGORITHMS:
-            if "native" in algorithm:
-                continue
-            with AllReduce(comm, AllReduceSpec(size=50, algorithm=algorithm, fixed_order=True)) as reduce:
-                expected = simulate(reduce.schedule, vectors)[comm.rank]
-                for _ in range(3):
-                    reduce.buffer.copy_(given_by(comm.rank, 50))
-                    reduce.run()
-                    assert np.array_equal(reduce.buffer.numpy(), expected), algorithm
-
-    world(body)
+def test_a_fixed_order_gives_the_same_bits_as_the_schedule_says(comm: AbstractCommunicator) -> None:
+    vectors = [given_by(rank, 50).numpy() for rank in range(comm.size)]
+    for algorithm in ALGORITHMS:
+        if "native" in algorithm:
+            continue
+        with AllReduce(comm, AllReduceSpec(size=50, algorithm=algorithm, fixed_order=True)) as reduce:
+            expected = simulate(reduce.schedule, vectors)[comm.rank]
+            for _ in range(3):
+                reduce.buffer.copy_(given_by(comm.rank, 50))
+                reduce.run()
+                assert np.array_equal(reduce.buffer.numpy(), expected), algorithm
 
 
 @pytest.mark.ranks(3)
-def test_halves_are_rounded_once(world: World) -> None:
+def test_halves_are_rounded_once(comm: AbstractCommunicator) -> None:
     """1 + 2^-8 + 2^-8 is lost to bfloat16 where every addition rounds, and 1 + 2^-7 where only the sum does."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        for algorithm in ALGORITHMS:
-            with AllReduce(comm, AllReduceSpec(size=9, dtype=torch.bfloat16, algorithm=algorithm)) as reduce:
-                reduce.buffer.fill_(1.0 if comm.rank == 0 else 2.0**-8)
-                reduce.run()
-                assert reduce.buffer.tolist() == [1 + 2.0**-7] * 9, algorithm
-
-    world(body)
+    for algorithm in ALGORITHMS:
+        with AllReduce(comm, AllReduceSpec(size=9, dtype=torch.bfloat16, algorithm=algorithm)) as reduce:
+            reduce.buffer.fill_(1.0 if comm.rank == 0 else 2.0**-8)
+            reduce.run()
+            assert reduce.buffer.tolist() == [1 + 2.0**-7] * 9, algorithm
 
 
 @pytest.mark.ranks(3)
-def test_floats_travel_as_halves_on_request(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for algorithm in ("ring", "shared", "torus_put", "native"):
-            with AllReduce(comm, AllReduceSpec(size=40, algorithm=algorithm, wire=torch.bfloat16)) as reduce:
-                assert reduce.buffer.dtype == torch.float32
-                reduce.buffer.copy_(given_by(comm.rank, 40))
-                reduce.run()
-                assert torch.allclose(reduce.buffer.double(), wanted(3, 40, op="sum"), rtol=2.0**-6, atol=2.0**-5)
-
-    world(body)
+def test_floats_travel_as_halves_on_request(comm: AbstractCommunicator) -> None:
+    for algorithm in ("ring", "shared", "torus_put", "native"):
+        with AllReduce(comm, AllReduceSpec(size=40, algorithm=algorithm, wire=torch.bfloat16)) as reduce:
+            assert reduce.buffer.dtype == torch.float32
+            reduce.buffer.copy_(given_by(comm.rank, 40))
+            reduce.run()
+            assert torch.allclose(reduce.buffer.double(), wanted(3, 40, op="sum"), rtol=2.0**-6, atol=2.0**-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,14 +200,11 @@ def test_ranks_do_what_the_simulation_does(algorithm: str, size: int, ranks: int
 
 
 @pytest.mark.ranks(3)
-def test_a_schedule_changed_by_hand_runs(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for algorithm in ("ring", "accumulate", "shared", "torus_put"):
-            schedule = build(algorithm, ranks=3, size=10).explicit()
-            program = Executor(comm).prepare(schedule, dtype=torch.int64, reduction=Reduction.SUM)
-            program.vector.fill_(comm.rank + 1)
-            program.run()
-            assert program.vector.tolist() == [6] * 10
-            program.close()
-
-    world(body)
+def test_a_schedule_changed_by_hand_runs(comm: AbstractCommunicator) -> None:
+    for algorithm in ("ring", "accumulate", "shared", "torus_put"):
+        schedule = build(algorithm, ranks=3, size=10).explicit()
+        program = Executor(comm).prepare(schedule, dtype=torch.int64, reduction=Reduction.SUM)
+        program.vector.fill_(comm.rank + 1)
+        program.run()
+        assert program.vector.tolist() == [6] * 10
+        program.close()

@@ -65,24 +65,20 @@ def test_of_very_many_ranks_some_are_named() -> None:
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_ranks_that_wait_answer_and_go_on(world: World) -> None:
+def test_ranks_that_wait_answer_and_go_on(world: World, comm: AbstractCommunicator) -> None:
     """Ranks but the last wait for it; it asks meanwhile what they do, and again, and then comes."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        roll_call = comm.roll_call
-        if roll_call is None:
-            assert world.kind == "threads"
-            return
-        last = comm.size - 1
-        if comm.rank < last:
-            comm.barrier()
-        else:
-            for _ in range(2):
-                said = roll_call.ask("nothing", patience_s=WORLD_TIMEOUT_S)
-                assert said == {rank: f"barrier on rank {rank} of {comm.size}" for rank in range(last)}
-            comm.barrier()
-
-    world(body)
+    roll_call = comm.roll_call
+    if roll_call is None:
+        assert world.kind == "threads"
+        return
+    last = comm.size - 1
+    if comm.rank < last:
+        comm.barrier()
+    else:
+        for _ in range(2):
+            said = roll_call.ask("nothing", patience_s=WORLD_TIMEOUT_S)
+            assert said == {rank: f"barrier on rank {rank} of {comm.size}" for rank in range(last)}
+        comm.barrier()
 
 
 SCRIPT = """

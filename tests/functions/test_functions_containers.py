@@ -15,7 +15,6 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import InputError
 from tatami.functions.structure import mapped, with_tensors
-from tatami.testing.worlds import World
 
 
 class Pair(NamedTuple):
@@ -53,29 +52,26 @@ def summed(value: Any) -> torch.Tensor:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", range(5))
-def test_a_container_travels_and_its_gradient_comes_back(world: World, number: int) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-        expected = containers(x)[number]
-        if comm.rank == 0:
-            functions.send(expected, comm, dest=1).backward()  # type: ignore[no-untyped-call]
-            (wanted,) = torch.autograd.grad(summed(containers(x)[number]), x)
-            assert x.grad is not None
-            assert torch.equal(x.grad, wanted)
-            return
-        came = functions.recv(comm, source=0)
-        assert type(came) is type(expected)
-        if number == 4:
-            padded, lengths = pad_packed_sequence(came)
-            assert padded.tolist() == [[1.0, 5.0], [2.0, 0.0], [3.0, 0.0]]
-            assert lengths.tolist() == [3, 1]
-        else:
-            assert summed(came).item() == summed(expected).item()
-        if number == 2:
-            assert list(came) == ["b", "a"]
-        summed(came).backward()  # type: ignore[no-untyped-call]
-
-    world(body)
+def test_a_container_travels_and_its_gradient_comes_back(comm: AbstractCommunicator, number: int) -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    expected = containers(x)[number]
+    if comm.rank == 0:
+        functions.send(expected, comm, dest=1).backward()  # type: ignore[no-untyped-call]
+        (wanted,) = torch.autograd.grad(summed(containers(x)[number]), x)
+        assert x.grad is not None
+        assert torch.equal(x.grad, wanted)
+        return
+    came = functions.recv(comm, source=0)
+    assert type(came) is type(expected)
+    if number == 4:
+        padded, lengths = pad_packed_sequence(came)
+        assert padded.tolist() == [[1.0, 5.0], [2.0, 0.0], [3.0, 0.0]]
+        assert lengths.tolist() == [3, 1]
+    else:
+        assert summed(came).item() == summed(expected).item()
+    if number == 2:
+        assert list(came) == ["b", "a"]
+    summed(came).backward()  # type: ignore[no-untyped-call]
 
 
 def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:

@@ -106,19 +106,16 @@ def test_double_backward_of_collectives(world: World, name: str) -> None:
         close(torch.zeros_like(x) if got is None else got, torch.zeros_like(x) if x.grad is None else x.grad)
 
 
-def test_no_grad(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = torch.ones(2, requires_grad=True)
-        with torch.no_grad():
-            total = functions.allreduce(x, comm)
-            parts = functions.allgather(x, comm)
-        assert not total.requires_grad
-        assert not any(part.requires_grad for part in parts)
-        assert total.tolist() == [comm.size] * 2
-        functions.backward()
-        assert x.grad is None
-
-    world(body)
+def test_no_grad(comm: AbstractCommunicator) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        total = functions.allreduce(x, comm)
+        parts = functions.allgather(x, comm)
+    assert not total.requires_grad
+    assert not any(part.requires_grad for part in parts)
+    assert total.tolist() == [comm.size] * 2
+    functions.backward()
+    assert x.grad is None
 
 
 @pytest.mark.ranks(2)

@@ -165,26 +165,23 @@ def test_copies_and_settings(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_bad_input(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        conv = nn.Conv2d(4, 4, 3)
-        with pytest.raises(InputError, match=r"channels=\[4\] has 1 entries for 2 ranks; give one for each"):
-            ParallelConv(conv, comm, channels=[4])
-        for channels in ([3, 2], [5, -1]):
-            with pytest.raises(InputError, match="must be at least 0 and add up to the 4 output channels"):
-                ParallelConv(conv, comm, channels=channels)
-        with pytest.raises(InputError, match=r"channels=\[1, 3\] cuts a group of 2 output channels"):
-            ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, channels=[1, 3])
-        with pytest.raises(InputError, match=rf"on rank {comm.rank}: input has the shape \(1, 3, 9, 9\); dimension -3 must be"):
-            ParallelConv(conv, comm)(torch.zeros(1, 3, 9, 9))
-        with pytest.raises(ModelError, match="conv has 2 groups, and grouped=True makes groups of its own"):
-            ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, grouped=True)
-        with pytest.raises(ModelError, match="1 input channels are too few for a grouped convolution on 2 ranks"):
-            ParallelConv(nn.Conv2d(1, 4, 3), comm, grouped=True)
-        with pytest.raises(InputError, match="grouped=True divides the channels as ChainerMN does; leave channels out"):
-            ParallelConv(conv, comm, grouped=True, channels=[1, 3])
-
-    world(body)
+def test_bad_input(comm: AbstractCommunicator) -> None:
+    conv = nn.Conv2d(4, 4, 3)
+    with pytest.raises(InputError, match=r"channels=\[4\] has 1 entries for 2 ranks; give one for each"):
+        ParallelConv(conv, comm, channels=[4])
+    for channels in ([3, 2], [5, -1]):
+        with pytest.raises(InputError, match="must be at least 0 and add up to the 4 output channels"):
+            ParallelConv(conv, comm, channels=channels)
+    with pytest.raises(InputError, match=r"channels=\[1, 3\] cuts a group of 2 output channels"):
+        ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, channels=[1, 3])
+    with pytest.raises(InputError, match=rf"on rank {comm.rank}: input has the shape \(1, 3, 9, 9\); dimension -3 must be"):
+        ParallelConv(conv, comm)(torch.zeros(1, 3, 9, 9))
+    with pytest.raises(ModelError, match="conv has 2 groups, and grouped=True makes groups of its own"):
+        ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, grouped=True)
+    with pytest.raises(ModelError, match="1 input channels are too few for a grouped convolution on 2 ranks"):
+        ParallelConv(nn.Conv2d(1, 4, 3), comm, grouped=True)
+    with pytest.raises(InputError, match="grouped=True divides the channels as ChainerMN does; leave channels out"):
+        ParallelConv(conv, comm, grouped=True, channels=[1, 3])
 
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ConvTranspose2d(2, 2, 3), nn.LazyConv2d(2, 3)])

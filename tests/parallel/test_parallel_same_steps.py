@@ -98,35 +98,29 @@ def test_a_learning_rate_by_the_loss_of_a_rank_is_found(world: World, way: Any) 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_a_rank_leaves_out_is_found(world: World, way: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        step, optimizer = way(comm)
-        name = "step" if not isinstance(optimizer, MultiNodeOptimizer) else "optimizer.step"
-        owner = optimizer if name == "step" else optimizer.optimizer
-        for number in range(3):
-            if comm.rank == 1 and number == 1:
-                owner.step, original = (lambda: None), owner.step
-                step()
-                owner.step = original
-            else:
-                step()
-        with pytest.raises(InputError, match="SGD has made 2 steps on rank 1, SGD 3 on rank 0"):
+def test_a_step_that_a_rank_leaves_out_is_found(comm: AbstractCommunicator, way: Any) -> None:
+    step, optimizer = way(comm)
+    name = "step" if not isinstance(optimizer, MultiNodeOptimizer) else "optimizer.step"
+    owner = optimizer if name == "step" else optimizer.optimizer
+    for number in range(3):
+        if comm.rank == 1 and number == 1:
+            owner.step, original = (lambda: None), owner.step
             step()
-
-    world(body)
+            owner.step = original
+        else:
+            step()
+    with pytest.raises(InputError, match="SGD has made 2 steps on rank 1, SGD 3 on rank 0"):
+        step()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_step_alike_go_on(world: World, way: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        step, optimizer = way(comm)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-        for _ in range(9):
-            step()
-            schedule.step()
-
-    world(body)
+def test_ranks_that_step_alike_go_on(comm: AbstractCommunicator, way: Any) -> None:
+    step, optimizer = way(comm)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    for _ in range(9):
+        step()
+        schedule.step()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

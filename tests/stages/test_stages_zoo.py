@@ -364,10 +364,7 @@ def test_evaluation_that_no_stages_can_follow_is_refused_by_name(world: World) -
     def body(comm: AbstractCommunicator) -> None:
         layout = staged(2, stages=2, cuts=(1,))
         model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=layout, speeds="equal", quiet=True)
-        with (
-            torch.no_grad(),
-            pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"),
-        ):
+        with torch.no_grad(), pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"):
             model.eval()(model.local(x))
 
     world(body)

@@ -252,12 +252,9 @@ def test_local_statistics_are_those_of_each_replica_and_running_ones_are_equal_e
 
 
 @pytest.mark.ranks(2)
-def test_local_statistics_are_named_as_inexact(world: World, capfd: pytest.CaptureFixture[str]) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        tile(Convolutions(), comm, batch_size=4, speeds="equal", batch_norm="local")
-        if comm.rank == 0:
-            assert "batch normalization takes each replica's own statistics (not exact)" in capfd.readouterr().out
-        with pytest.raises(InputError, match="batch_norm must be 'global' or 'local', not 'ghost'"):
-            tile(Convolutions(), comm, batch_size=4, batch_norm="ghost")  # type: ignore[arg-type]
-
-    world(body)
+def test_local_statistics_are_named_as_inexact(comm: AbstractCommunicator, capfd: pytest.CaptureFixture[str]) -> None:
+    tile(Convolutions(), comm, batch_size=4, speeds="equal", batch_norm="local")
+    if comm.rank == 0:
+        assert "batch normalization takes each replica's own statistics (not exact)" in capfd.readouterr().out
+    with pytest.raises(InputError, match="batch_norm must be 'global' or 'local', not 'ghost'"):
+        tile(Convolutions(), comm, batch_size=4, batch_norm="ghost")  # type: ignore[arg-type]

@@ -80,27 +80,24 @@ class Told(Callback):
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_hooks_are_called_in_their_order(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        told = Told()
-        trainer = trainer_of(comm, callbacks=[told], retile=Retiler(every=3))
-        history = trainer.fit(inputs(), batch_size=8, epochs=1, validation=inputs(), metrics=["accuracy"])
-        assert told.told == [
-            ("fit start", 0),
-            ("epoch start", 0),
-            ("update", 1, history.losses[0]),
-            ("update", 2, history.losses[1]),
-            ("retile", 3, 3),
-            ("update", 3, history.losses[2]),
-            ("epoch end", 1, ["accuracy", "loss", "train_loss"]),
-            ("fit end", 3),
-        ]
-        told.told.clear()
-        with pytest.raises(InputError, match="a batch must be a pair"):
-            trainer.fit(inputs()[0], batch_size=8, epochs=1)
-        assert [each[0] for each in told.told] == ["fit start", "epoch start", "exception"]
-
-    world(body)
+def test_the_hooks_are_called_in_their_order(comm: AbstractCommunicator) -> None:
+    told = Told()
+    trainer = trainer_of(comm, callbacks=[told], retile=Retiler(every=3))
+    history = trainer.fit(inputs(), batch_size=8, epochs=1, validation=inputs(), metrics=["accuracy"])
+    assert told.told == [
+        ("fit start", 0),
+        ("epoch start", 0),
+        ("update", 1, history.losses[0]),
+        ("update", 2, history.losses[1]),
+        ("retile", 3, 3),
+        ("update", 3, history.losses[2]),
+        ("epoch end", 1, ["accuracy", "loss", "train_loss"]),
+        ("fit end", 3),
+    ]
+    told.told.clear()
+    with pytest.raises(InputError, match="a batch must be a pair"):
+        trainer.fit(inputs()[0], batch_size=8, epochs=1)
+    assert [each[0] for each in told.told] == ["fit start", "epoch start", "exception"]
 
 
 @pytest.mark.ranks(1, 3)
@@ -148,36 +145,33 @@ def test_early_stopping_is_wired_in_and_resumed(world: World, tmp_path_factory: 
 
 
 @pytest.mark.ranks(1, 2)
-def test_schedules_by_step_by_epoch_and_by_a_plateau(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        def rates(**options: Any) -> list[float]:
-            seen: list[float] = []
+def test_schedules_by_step_by_epoch_and_by_a_plateau(comm: AbstractCommunicator) -> None:
+    def rates(**options: Any) -> list[float]:
+        seen: list[float] = []
 
-            class Watch(Callback):
-                def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
-                    seen.append(trainer.optimizer.param_groups[0]["lr"])
+        class Watch(Callback):
+            def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+                seen.append(trainer.optimizer.param_groups[0]["lr"])
 
-            trainer = trainer_of(comm, callbacks=[Watch()], **options)
-            trainer.fit(inputs(), batch_size=12, epochs=3, validation=inputs())
-            return seen
+        trainer = trainer_of(comm, callbacks=[Watch()], **options)
+        trainer.fit(inputs(), batch_size=12, epochs=3, validation=inputs())
+        return seen
 
-        half = partial(StepLR, step_size=1, gamma=0.5)
-        assert rates(scheduler=half) == [0.2, 0.2, 0.1, 0.1, 0.05, 0.05]
-        by_step = LRSchedulerConfig(scheduler=half, interval="step", frequency=2)
-        assert rates(scheduler=by_step) == [0.2, 0.1, 0.1, 0.05, 0.05, 0.025]
-        never_better = partial(ReduceLROnPlateau, mode="max", factor=0.5, patience=0)
-        for monitor in ("loss", "train_loss"):
-            plateau = LRSchedulerConfig(scheduler=never_better, monitor=monitor)
-            assert rates(scheduler=plateau) == [0.2, 0.2, 0.2, 0.2, 0.1, 0.1]
-        with pytest.raises(InputError, match="the scheduler monitors 'loss', but there is only train_loss after an epoch"):
-            trainer_of(comm, scheduler=never_better).fit(inputs(), batch_size=12, epochs=1)
-        model = tiled(NETWORK, comm, layout=some_layouts(comm.size)[0], batch_size=8)
-        optimizer = SGD(model.parameters())
-        Trainer(model, optimizer=optimizer, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
-        with pytest.raises(InputError, match="the scheduler is of another optimizer"):
-            Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
-
-    world(body)
+    half = partial(StepLR, step_size=1, gamma=0.5)
+    assert rates(scheduler=half) == [0.2, 0.2, 0.1, 0.1, 0.05, 0.05]
+    by_step = LRSchedulerConfig(scheduler=half, interval="step", frequency=2)
+    assert rates(scheduler=by_step) == [0.2, 0.1, 0.1, 0.05, 0.05, 0.025]
+    never_better = partial(ReduceLROnPlateau, mode="max", factor=0.5, patience=0)
+    for monitor in ("loss", "train_loss"):
+        plateau = LRSchedulerConfig(scheduler=never_better, monitor=monitor)
+        assert rates(scheduler=plateau) == [0.2, 0.2, 0.2, 0.2, 0.1, 0.1]
+    with pytest.raises(InputError, match="the scheduler monitors 'loss', but there is only train_loss after an epoch"):
+        trainer_of(comm, scheduler=never_better).fit(inputs(), batch_size=12, epochs=1)
+    model = tiled(NETWORK, comm, layout=some_layouts(comm.size)[0], batch_size=8)
+    optimizer = SGD(model.parameters())
+    Trainer(model, optimizer=optimizer, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
+    with pytest.raises(InputError, match="the scheduler is of another optimizer"):
+        Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
 
 
 class Ticking:

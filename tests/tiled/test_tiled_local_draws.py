@@ -86,12 +86,9 @@ def test_without_it_the_error_says_so() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_random_draws_of_another_kind(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match="random must be 'plain' or 'local', not 'none'"):
-            tile(network(), comm, batch_size=4, speeds="equal", random="none")  # type: ignore[arg-type]
-
-    world(body)
+def test_random_draws_of_another_kind(comm: AbstractCommunicator) -> None:
+    with pytest.raises(InputError, match="random must be 'plain' or 'local', not 'none'"):
+        tile(network(), comm, batch_size=4, speeds="equal", random="none")  # type: ignore[arg-type]
 
 
 class Variational(nn.Module):
@@ -163,12 +160,9 @@ class Looked(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_sparse_gradients_are_refused_by_name(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        layout = simple_layout([0], [1])
-        model = tile(Looked(), comm, batch_size=4, speeds="equal", layout=layout, reduction="mean")
-        loss = model(model.local(torch.arange(4))).mean()
-        with pytest.raises(ModelError, match=r"the gradient of table is torch\.sparse_coo"):
-            loss.backward()
-
-    world(body)
+def test_sparse_gradients_are_refused_by_name(comm: AbstractCommunicator) -> None:
+    layout = simple_layout([0], [1])
+    model = tile(Looked(), comm, batch_size=4, speeds="equal", layout=layout, reduction="mean")
+    loss = model(model.local(torch.arange(4))).mean()
+    with pytest.raises(ModelError, match=r"the gradient of table is torch\.sparse_coo"):
+        loss.backward()

@@ -29,15 +29,12 @@ def mlp(seed: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
 
 
-def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        loss = model(model.local(x_of(SAMPLES, 4))).square().mean()
+def test_a_second_backward_through_the_same_graph_is_refused_as_ever(comm: AbstractCommunicator) -> None:
+    model = tiled(mlp(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    loss = model(model.local(x_of(SAMPLES, 4))).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-
-    world(body)
 
 
 class Outputs(nn.Module):
@@ -260,15 +257,12 @@ def test_a_rank_left_out_and_brought_back_has_its_optimizer_state(world: World) 
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_rank_that_is_left_out_holds_no_rows(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
-        move(model, simple_layout(list(range(1, comm.size))), optimizer=None)
-        if comm.rank == 0:
-            assert model.tile is None
-            assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
-
-    world(body)
+def test_a_rank_that_is_left_out_holds_no_rows(comm: AbstractCommunicator) -> None:
+    model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
+    move(model, simple_layout(list(range(1, comm.size))), optimizer=None)
+    if comm.rank == 0:
+        assert model.tile is None
+        assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
 
 
 def test_the_given_model_is_not_changed_and_may_be_of_any_dtype(world: World) -> None:

@@ -101,53 +101,45 @@ def test_at_most_one_message_of_gradients_to_each_neighbour_and_phase(world: Wor
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("elements", [3, 20_000])
-def test_sums_of_whole_numbers_are_exact_however_large_the_replicated_part(world: World, elements: int) -> None:
-    names = [f"p{rank}" for rank in range(world.size)]
-    layout: Layout = simple_layout([0], list(range(1, world.size)))
+def test_sums_of_whole_numbers_are_exact_however_large_the_replicated_part(comm: AbstractCommunicator, elements: int) -> None:
+    names = [f"p{rank}" for rank in range(comm.size)]
+    layout: Layout = simple_layout([0], list(range(1, comm.size)))
     tilings: list[Tiling] = [layout.cut(samples=5, units=units) for units in (7, 4)]
-
-    def body(comm: AbstractCommunicator) -> None:
-        exchange = GradientExchange(comm, tilings=tilings, names=names)
-        pairs = []
-        for tiling in tilings:
-            tile = tiling.by_processor[names[comm.rank]]
-            units = torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32)
-            # The gradient of unit u is u + 1 in replica 0 and 10 u in replica 1.
-            own = units + 1 if tile.replica == 0 else 10 * units
-            pairs.append([Rows(own[:, None].repeat(1, 3), ONE_EACH), Rows(own[None, :].repeat(2, 1), SECOND)])
-        replica = tilings[0].by_processor[names[comm.rank]].replica
-        given = [torch.full((elements,), 2.0 + replica, dtype=torch.float64), torch.full((1, 2), 1.0 + replica)]
-        before = [tensor.clone() for tensor in given]
-        sums = exchange.sum(pairs, given)
-        for pair, tiling in zip(pairs, tilings, strict=True):
-            tile = tiling.by_processor[names[comm.rank]]
-            expected = 11 * torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32) + 1
-            assert torch.equal(pair[0].tensor, expected[:, None].repeat(1, 3))
-            assert torch.equal(pair[1].tensor, expected[None, :].repeat(2, 1))
-        assert torch.equal(sums[0], torch.full((elements,), 5.0, dtype=torch.float64))
-        assert torch.equal(sums[1], torch.full((1, 2), 3.0))
-        assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))
-
-    world(body)
+    exchange = GradientExchange(comm, tilings=tilings, names=names)
+    pairs = []
+    for tiling in tilings:
+        tile = tiling.by_processor[names[comm.rank]]
+        units = torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32)
+        # The gradient of unit u is u + 1 in replica 0 and 10 u in replica 1.
+        own = units + 1 if tile.replica == 0 else 10 * units
+        pairs.append([Rows(own[:, None].repeat(1, 3), ONE_EACH), Rows(own[None, :].repeat(2, 1), SECOND)])
+    replica = tilings[0].by_processor[names[comm.rank]].replica
+    given = [torch.full((elements,), 2.0 + replica, dtype=torch.float64), torch.full((1, 2), 1.0 + replica)]
+    before = [tensor.clone() for tensor in given]
+    sums = exchange.sum(pairs, given)
+    for pair, tiling in zip(pairs, tilings, strict=True):
+        tile = tiling.by_processor[names[comm.rank]]
+        expected = 11 * torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32) + 1
+        assert torch.equal(pair[0].tensor, expected[:, None].repeat(1, 3))
+        assert torch.equal(pair[1].tensor, expected[None, :].repeat(2, 1))
+    assert torch.equal(sums[0], torch.full((elements,), 5.0, dtype=torch.float64))
+    assert torch.equal(sums[1], torch.full((1, 2), 3.0))
+    assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))
 
 
 @pytest.mark.ranks(2, 3)
-def test_half_precision_is_summed_in_single(world: World) -> None:
+def test_half_precision_is_summed_in_single(comm: AbstractCommunicator) -> None:
     """1 + 2^-9 + 2^-9 + ... is lost in bfloat16 addition by addition, and kept in float32."""
-    names = [f"p{rank}" for rank in range(world.size)]
-    tilings = [simple_layout(*([rank] for rank in range(world.size))).cut(samples=5, units=2)]
-
-    def body(comm: AbstractCommunicator) -> None:
-        value = 1.0 if comm.rank == 0 else 2**-8
-        rows = Rows(torch.full((2, 3), value, dtype=torch.bfloat16), ONE_EACH)
-        exchange = GradientExchange(comm, tilings=tilings, names=names)
-        (replicated,) = exchange.sum([[rows]], [torch.full((4,), value, dtype=torch.bfloat16)])
-        expected = torch.tensor(1.0 + (comm.size - 1) * 2**-8).to(torch.bfloat16)
-        assert rows.tensor.dtype is replicated.dtype is torch.bfloat16
-        assert torch.equal(rows.tensor, expected.expand(2, 3))
-        assert torch.equal(replicated, expected.expand(4))
-
-    world(body)
+    names = [f"p{rank}" for rank in range(comm.size)]
+    tilings = [simple_layout(*([rank] for rank in range(comm.size))).cut(samples=5, units=2)]
+    value = 1.0 if comm.rank == 0 else 2**-8
+    rows = Rows(torch.full((2, 3), value, dtype=torch.bfloat16), ONE_EACH)
+    exchange = GradientExchange(comm, tilings=tilings, names=names)
+    (replicated,) = exchange.sum([[rows]], [torch.full((4,), value, dtype=torch.bfloat16)])
+    expected = torch.tensor(1.0 + (comm.size - 1) * 2**-8).to(torch.bfloat16)
+    assert rows.tensor.dtype is replicated.dtype is torch.bfloat16
+    assert torch.equal(rows.tensor, expected.expand(2, 3))
+    assert torch.equal(replicated, expected.expand(4))
 
 
 def test_all_tags_of_the_users_communicator_are_the_users(world: World) -> None:

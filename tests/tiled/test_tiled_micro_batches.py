@@ -187,33 +187,30 @@ def test_the_trainer_computes_micro_batches_and_counts_targets_over_all_of_them(
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(1, 2)
-def test_what_is_wrong_with_micro_batches_is_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x, y = next(batches())
-        layout = in_micro_batches(some_layouts(comm.size)[0])
-        model = tiled(network(), comm, layout=layout, batch_size=SIZES[0])
-        losses: list[Any] = [F.cross_entropy(model(x), y) for x, y in model.micro_batches(x, y)]
-        with pytest.raises(InputError, match=r"backward\(\) of a micro-batch comes after the loop"):
-            losses[0].backward()
-        with pytest.raises(InputError, match="there are 2 losses, but the last batch had 3 micro-batches"):
-            model.global_loss(losses[:2])
-        for here_x, here_y in model.micro_batches(x, y):
-            F.cross_entropy(model(here_x), here_y).backward()  # type: ignore[no-untyped-call]
-            break
-        assert all(parameter.grad is None for parameter in model.parameters())
-        with pytest.raises(TrainingError, match="was left before its end"):
-            next(model.micro_batches(x, y))
-        normed = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-        with pytest.raises(PlanError, match="batch normalization takes the statistics of the whole batch"):
-            tiled(normed, comm, layout=in_micro_batches(simple_layout([0], *([r] for r in range(1, comm.size)))), batch_size=9)
-        sums = tiled(network(), comm, layout=layout, batch_size=SIZES[0], reduction="sum")
-        loop = sums.micro_batches(x, y)
-        here_x, here_y = next(loop)
-        penalised = F.cross_entropy(sums(here_x), here_y, reduction="sum") + next(sums.parameters()).square().sum()
-        with pytest.raises(InputError, match="every replica and micro-batch adds that term"):
-            penalised.backward()  # type: ignore[no-untyped-call]
-
-    world(body)
+def test_what_is_wrong_with_micro_batches_is_refused(comm: AbstractCommunicator) -> None:
+    x, y = next(batches())
+    layout = in_micro_batches(some_layouts(comm.size)[0])
+    model = tiled(network(), comm, layout=layout, batch_size=SIZES[0])
+    losses: list[Any] = [F.cross_entropy(model(x), y) for x, y in model.micro_batches(x, y)]
+    with pytest.raises(InputError, match=r"backward\(\) of a micro-batch comes after the loop"):
+        losses[0].backward()
+    with pytest.raises(InputError, match="there are 2 losses, but the last batch had 3 micro-batches"):
+        model.global_loss(losses[:2])
+    for here_x, here_y in model.micro_batches(x, y):
+        F.cross_entropy(model(here_x), here_y).backward()  # type: ignore[no-untyped-call]
+        break
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(TrainingError, match="was left before its end"):
+        next(model.micro_batches(x, y))
+    normed = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    with pytest.raises(PlanError, match="batch normalization takes the statistics of the whole batch"):
+        tiled(normed, comm, layout=in_micro_batches(simple_layout([0], *([r] for r in range(1, comm.size)))), batch_size=9)
+    sums = tiled(network(), comm, layout=layout, batch_size=SIZES[0], reduction="sum")
+    loop = sums.micro_batches(x, y)
+    here_x, here_y = next(loop)
+    penalised = F.cross_entropy(sums(here_x), here_y, reduction="sum") + next(sums.parameters()).square().sum()
+    with pytest.raises(InputError, match="every replica and micro-batch adds that term"):
+        penalised.backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.threads_only

@@ -100,11 +100,8 @@ def test_between_hosts_it_is_measured_what_messages_cost_and_within_one_nothing_
 
 
 @pytest.mark.ranks(1)
-def test_a_net_that_the_workload_is_not_of_is_refused_before_anything_is_measured(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(PlanError, match="net='20-17-5' is not what the workload is of"):
-            probe(WORKLOAD, comm, net="20-17-5")
-        with pytest.raises(PlanError, match="has no hidden layer"):
-            probe(WORKLOAD, comm, net="20-17")
-
-    world(body)
+def test_a_net_that_the_workload_is_not_of_is_refused_before_anything_is_measured(comm: AbstractCommunicator) -> None:
+    with pytest.raises(PlanError, match="net='20-17-5' is not what the workload is of"):
+        probe(WORKLOAD, comm, net="20-17-5")
+    with pytest.raises(PlanError, match="has no hidden layer"):
+        probe(WORKLOAD, comm, net="20-17")

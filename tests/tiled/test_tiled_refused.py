@@ -163,14 +163,11 @@ def test_ranks_wait_longer_for_each_other_while_a_network_is_set_up_and_not_fore
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_retiling_that_ranks_see_differently(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        ranks = list(range(comm.size))
-        with pytest.raises(PlanError, match=r"a re-tiling: rank 0 has layout .*, rank 1 has layout"):
-            move(model, simple_layout(ranks if comm.rank == 0 else ranks[::-1]), optimizer=None)
-
-    world(body)
+def test_a_retiling_that_ranks_see_differently(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    ranks = list(range(comm.size))
+    with pytest.raises(PlanError, match=r"a re-tiling: rank 0 has layout .*, rank 1 has layout"):
+        move(model, simple_layout(ranks if comm.rank == 0 else ranks[::-1]), optimizer=None)
 
 
 @pytest.mark.ranks(1, 2)
@@ -325,84 +322,66 @@ def laid(comm: AbstractCommunicator) -> TiledModel:
 
 
 @pytest.mark.ranks(2, 3)
-def test_forward_with_other_samples_than_those_of_this_rank(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        with pytest.raises(InputError, match=f"rank {comm.rank} does not know its samples"):
-            model(torch.rand(4, 4))
-        mine = model.local(torch.rand(8, 4))
-        with pytest.raises(InputError, match=rf"the input has 8 samples, but {len(mine)} of the 8 samples"):
-            model(torch.rand(8, 4))
-        with pytest.raises(InputError, match="the input has 8 samples"):
-            model(input=torch.rand(8, 4))
-        with pytest.raises(InputError, match=r"same number of samples, not \[3, 4\]"):
-            model.local(torch.rand(3, 4), torch.rand(4, 2))
-        move(model, simple_layout(list(range(comm.size))), optimizer=None)
-        with pytest.raises(InputError, match="again after a re-tiling"):
-            model(mine)
-
-    world(body)
+def test_forward_with_other_samples_than_those_of_this_rank(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    with pytest.raises(InputError, match=f"rank {comm.rank} does not know its samples"):
+        model(torch.rand(4, 4))
+    mine = model.local(torch.rand(8, 4))
+    with pytest.raises(InputError, match=rf"the input has 8 samples, but {len(mine)} of the 8 samples"):
+        model(torch.rand(8, 4))
+    with pytest.raises(InputError, match="the input has 8 samples"):
+        model(input=torch.rand(8, 4))
+    with pytest.raises(InputError, match=r"same number of samples, not \[3, 4\]"):
+        model.local(torch.rand(3, 4), torch.rand(4, 2))
+    move(model, simple_layout(list(range(comm.size))), optimizer=None)
+    with pytest.raises(InputError, match="again after a re-tiling"):
+        model(mine)
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_without_units_can_not_evaluate_alone(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=simple_layout([1]), batch_size=8)
-        with torch.no_grad():
-            if comm.rank == 0:
-                with pytest.raises(InputError, match="rank 0 was left out of the tiling"):
-                    model(torch.rand(3, 4))
-                assert model(model.local(torch.rand(3, 4))).shape == (0, 2)
-            else:
-                assert model(torch.rand(3, 4)).shape == (3, 2)
-
-    world(body)
+def test_a_rank_without_units_can_not_evaluate_alone(comm: AbstractCommunicator) -> None:
+    model = tiled(mlp(), comm, layout=simple_layout([1]), batch_size=8)
+    with torch.no_grad():
+        if comm.rank == 0:
+            with pytest.raises(InputError, match="rank 0 was left out of the tiling"):
+                model(torch.rand(3, 4))
+            assert model(model.local(torch.rand(3, 4))).shape == (0, 2)
+        else:
+            assert model(torch.rand(3, 4)).shape == (3, 2)
 
 
 @pytest.mark.ranks(2)
-def test_layers_called_by_themselves_before_any_forward_pass(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        loss = model.module(model.local(torch.rand(8, 4))).mean()
-        with pytest.raises(ModelError, match="a layer was called before its TiledModel"):
-            loss.backward()
-
-    world(body)
+def test_layers_called_by_themselves_before_any_forward_pass(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    loss = model.module(model.local(torch.rand(8, 4))).mean()
+    with pytest.raises(ModelError, match="a layer was called before its TiledModel"):
+        loss.backward()
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
-def test_copies_and_pickles(world: World, duplicate: Callable[[object], object]) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=8)
-        with pytest.raises(ModelError, match=r"cannot be copied or pickled.*save_model"):
-            duplicate(model)
-
-    world(body)
+def test_copies_and_pickles(comm: AbstractCommunicator, duplicate: Callable[[object], object]) -> None:
+    model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=8)
+    with pytest.raises(ModelError, match=r"cannot be copied or pickled.*save_model"):
+        duplicate(model)
 
 
 @pytest.mark.ranks(2)
-def test_retiling_between_forward_and_backward(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        loss = model(model.local(torch.linspace(0, 1, 32).view(8, 4))).mean()
-        move(model, simple_layout([0, 1]), optimizer=None)
-        with pytest.raises(ModelError, match="re-tiled between this forward pass and its backward pass"):
-            loss.backward()
-
-    world(body)
+def test_retiling_between_forward_and_backward(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    loss = model(model.local(torch.linspace(0, 1, 32).view(8, 4))).mean()
+    move(model, simple_layout([0, 1]), optimizer=None)
+    with pytest.raises(ModelError, match="re-tiled between this forward pass and its backward pass"):
+        loss.backward()
 
 
 @pytest.mark.ranks(2)
-def test_a_layout_of_strangers_changes_nothing(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        before = model.layout, model.tilings
-        with pytest.raises(PlanError, match=r"no rank runs on: \['p2'\]"):
-            move(model, simple_layout([0, 1, 2]), optimizer=None)
-        assert (model.layout, model.tilings) == before
-
-    world(body)
+def test_a_layout_of_strangers_changes_nothing(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    before = model.layout, model.tilings
+    with pytest.raises(PlanError, match=r"no rank runs on: \['p2'\]"):
+        move(model, simple_layout([0, 1, 2]), optimizer=None)
+    assert (model.layout, model.tilings) == before
 
 
 @pytest.mark.ranks(2)
@@ -425,20 +404,16 @@ def test_dropout_off_the_sample_axis(world: World) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_optimizer_of_the_plain_network_is_refused_in_its_first_step(world: World) -> None:
+def test_an_optimizer_of_the_plain_network_is_refused_in_its_first_step(comm: AbstractCommunicator) -> None:
     """As is usual with DistributedDataParallel, whose parameters are the network's: here nothing would be trained."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        network = mlp()
-        model = tile(network, comm, batch_size=8, speeds="equal", reduction="mean", quiet=True)
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        model(model.local(torch.ones(8, 4))).mean().backward()
-        with pytest.raises(InputError, match=r"step changes nothing: .* make the optimizer from model.parameters\(\)"):
-            optimizer.step()
-        network(torch.ones(8, 4)).mean().backward()
-        optimizer.step()  # the plain network may be trained beside it
-
-    world(body)
+    network = mlp()
+    model = tile(network, comm, batch_size=8, speeds="equal", reduction="mean", quiet=True)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    model(model.local(torch.ones(8, 4))).mean().backward()
+    with pytest.raises(InputError, match=r"step changes nothing: .* make the optimizer from model.parameters\(\)"):
+        optimizer.step()
+    network(torch.ones(8, 4)).mean().backward()
+    optimizer.step()  # the plain network may be trained beside it
 
 
 @pytest.mark.ranks(1)

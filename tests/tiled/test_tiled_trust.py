@@ -343,12 +343,9 @@ COUPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", COUPLED)
-def test_samples_that_see_each_other_are_refused(world: World, name: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(ModelError, match="depends on the other samples of the batch, or on how many there are"):
-            tiled(Coupled(COUPLED[name]), comm, data(comm.size))
-
-    world(body)
+def test_samples_that_see_each_other_are_refused(comm: AbstractCommunicator, name: str) -> None:
+    with pytest.raises(ModelError, match="depends on the other samples of the batch, or on how many there are"):
+        tiled(Coupled(COUPLED[name]), comm, data(comm.size))
 
 
 # -- losses --------------------------------------------------------------------------------------------------------------------
@@ -499,11 +496,10 @@ def test_all_optimizers_and_an_average_move(world: World) -> None:
     ],
     ids=["complex", "sparse"],
 )
-def test_tensors_that_ranks_do_not_share_are_refused_by_name(world: World, tensor: torch.Tensor, match: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        network = Network()
-        setattr(network, "odd", tensor) if isinstance(tensor, nn.Parameter) else network.register_buffer("odd", tensor)
-        with pytest.raises(InputError, match=match):
-            tile(network, comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
-
-    world(body)
+def test_tensors_that_ranks_do_not_share_are_refused_by_name(
+    comm: AbstractCommunicator, tensor: torch.Tensor, match: str
+) -> None:
+    network = Network()
+    setattr(network, "odd", tensor) if isinstance(tensor, nn.Parameter) else network.register_buffer("odd", tensor)
+    with pytest.raises(InputError, match=match):
+        tile(network, comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
