@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +59,9 @@ class Functional(nn.Module):
         self.up = nn.Linear(features, units, bias=bias)
         self.down = nn.Linear(units, features, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden: torch.Tensor = 0.5 * torch.tanh(self.up(x)) + 0.1
-        result: torch.Tensor = x + self.down(hidden)
-        return result
+        return x + self.down(hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +123,8 @@ class WithUnused(nn.Module):
         self.network = network
         self.spare = nn.Linear(2, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.network(x)
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.network(x)
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -229,9 +229,8 @@ def test_a_colour_means_one_thing_and_captions_say_what_is_there() -> None:
 
 
 def test_the_legend_names_what_is_drawn() -> None:
-    def colour(records: list[dict[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = charts_of(facts_of(recorded(records)))["loss"]["layer"][0]["encoding"]["strokeDash"]
-        return found
+    def colour(records: list[dict[str, Any]]) -> Any:
+        return charts_of(facts_of(recorded(records)))["loss"]["layer"][0]["encoding"]["strokeDash"]
 
     assert colour(a_run())["legend"] is None
     validated = colour([*a_run(), {"event": "validation", "iteration": 150, "epoch": 1, "loss": 0.1}])

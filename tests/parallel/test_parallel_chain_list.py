@@ -66,9 +66,8 @@ class Difference(nn.Module):
         super().__init__()
         self.layer = A()
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = self.layer(3 * y - x)
-        return z
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.layer(3 * y - x)
 
 
 @dataclass(kw_only=True)

@@ -358,23 +358,22 @@ def test_networks_that_differ_are_told_apart(world: World) -> None:
     world(body)
 
 
-def penalised(model: Any, x: torch.Tensor, reduction: str) -> torch.Tensor:
+def penalised(model: Any, x: torch.Tensor, reduction: str) -> Any:
     """A loss with a penalty on the gradient by the inputs."""
     over: Any = torch.mean if reduction == "mean" else torch.sum
     x = x.clone().requires_grad_()
     out = model(x)
     (by_inputs,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    loss: torch.Tensor = over(out.square()) + over(by_inputs.square().sum(1))
-    return loss
+    return over(out.square()) + over(by_inputs.square().sum(1))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_gradient_penalty_is_exact_whatever_the_shares(comm: AbstractCommunicator, reduction: Any) -> None:
     x, _ = batch(comm.size)
     plain, module = network(0), network(0)
-    penalised(plain, x, reduction).backward()  # type: ignore[no-untyped-call]
+    penalised(plain, x, reduction).backward()
     model = DataParallel(module, comm, reduction=reduction)
-    penalised(model, local(comm, x), reduction).backward()  # type: ignore[no-untyped-call]
+    penalised(model, local(comm, x), reduction).backward()
     assert_same(gradients(module), gradients(plain))
     with pytest.raises(InputError, match="create_graph=True: the gradients of parameters are summed over the replicas"):
         model(local(comm, x)).square().mean().backward(create_graph=True)
@@ -477,12 +476,11 @@ def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have
     class Fragile(nn.Sequential):
         fails = False
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             hidden = self[0](x)
             if self.fails:
                 hidden.register_hook(boom)
-            result: torch.Tensor = self[1](hidden)
-            return result
+            return self[1](hidden)
 
     def body(comm: AbstractCommunicator) -> None:
         module = Fragile(nn.Linear(4, 8), nn.Linear(8, 3)).double()

@@ -238,12 +238,11 @@ class Branches(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.first(x)
         if hidden.sum() > 1e9:
             hidden = hidden * 0
-        result: torch.Tensor = self.last(hidden)
-        return result
+        return self.last(hidden)
 
 
 @pytest.mark.ranks(2)
@@ -305,9 +304,8 @@ class Last(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x)[:, -1]
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)[:, -1]
 
 
 @pytest.mark.ranks(2, 3)
@@ -325,9 +323,8 @@ class Normed(nn.Module):
         self.first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
 
 
 @pytest.mark.ranks(2, 4)

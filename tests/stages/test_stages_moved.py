@@ -109,10 +109,9 @@ class Noisy(nn.Module):
         self.middle = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 12))
         self.last = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.first(x)
-        result: torch.Tensor = self.last(hidden + self.middle(hidden))
-        return result
+        return self.last(hidden + self.middle(hidden))
 
 
 noisy = made(Noisy)

@@ -59,12 +59,11 @@ class DenseBlock(nn.Module):
         )
         self.head = nn.Linear(12, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         features = [self.stem(x)]
         for layer in self.layers:
             features.append(layer(torch.cat(features, 1)))
-        result: torch.Tensor = self.head(torch.cat(features, 1).mean((2, 3)))
-        return result
+        return self.head(torch.cat(features, 1).mean((2, 3)))
 
 
 class ByFunctions(nn.Module):
@@ -75,10 +74,9 @@ class ByFunctions(nn.Module):
         self.first, self.last = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(5, 3))
         self.shift, self.bend, self.middle = nn.Parameter(torch.randn(5)), nn.Tanh(), nn.Linear(5, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.tanh(F.linear(x, self.first) + self.bend(self.shift))
-        result: torch.Tensor = self.middle(hidden) @ self.last
-        return result
+        return self.middle(hidden) @ self.last
 
 
 class Looking(nn.Module):
@@ -100,10 +98,9 @@ class Looking(nn.Module):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(6, 6), self.Inner(), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden, _ = self.inner(torch.tanh(self.first(x)))
-        result: torch.Tensor = self.last(torch.tanh(hidden))
-        return result
+        return self.last(torch.tanh(hidden))
 
 
 MORE: dict[str, Case] = {
@@ -269,15 +266,14 @@ class Changing(nn.Module):
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.tanh(self.first(x))
         if self.training:
             hidden = hidden * 1.5 + 0.1
         hidden = torch.tanh(self.middle(hidden))
         if not self.training:
             hidden = torch.sigmoid(hidden).clamp(max=0.6)
-        result: torch.Tensor = self.last(hidden)
-        return result
+        return self.last(hidden)
 
 
 class Crossing(nn.Module):
@@ -288,11 +284,10 @@ class Crossing(nn.Module):
         self.first, self.dropout = nn.Linear(6, 6), nn.Dropout(0.3)
         self.a, self.b, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.first(x)
         dropped = self.dropout(hidden)
-        result: torch.Tensor = self.last(torch.tanh(self.a(dropped)) + torch.tanh(self.b(hidden)))
-        return result
+        return self.last(torch.tanh(self.a(dropped)) + torch.tanh(self.b(hidden)))
 
 
 class Crossed(nn.Module):
@@ -387,11 +382,10 @@ class Draws(nn.Module):
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
         self.middle = self.Inner(draw if inside else torch.tanh)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.tanh(self.first(x))
         hidden = hidden if self.draw is None else self.draw(hidden)
-        result: torch.Tensor = self.last(torch.tanh(self.middle(hidden)))
-        return result
+        return self.last(torch.tanh(self.middle(hidden)))
 
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -441,9 +435,8 @@ class Looked(nn.Module):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(6, 6), self.Inner(kind), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.inner(torch.tanh(self.first(x))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.inner(torch.tanh(self.first(x))))
 
 
 @pytest.mark.parametrize("kind", ["draws", "rows"])

@@ -32,14 +32,12 @@ class Rows(nn.Module):
         self.up, self.norm, self.down = nn.Linear(FEATURES, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 2)
         self.rows = rows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.tanh(self.rows(self.norm, self.up(x)))).mean(1)
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(torch.tanh(self.rows(self.norm, self.up(x)))).mean(1)
 
 
-def tokens(norm: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = norm(h.flatten(0, 1)).view(h.shape)
-    return result
+def tokens(norm: nn.Module, h: torch.Tensor) -> Any:
+    return norm(h.flatten(0, 1)).view(h.shape)
 
 
 def views(norm: nn.Module, h: torch.Tensor) -> torch.Tensor:
@@ -94,9 +92,8 @@ class Convolutions(nn.Module):
         self.a, self.b = nn.Conv2d(2, 5, 3, bias=False), nn.Conv2d(5, 4, 1, bias=False)
         self.norm, self.other = nn.BatchNorm2d(5), nn.BatchNorm2d(4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.other(self.b(torch.tanh(self.norm(self.a(x)))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.other(self.b(torch.tanh(self.norm(self.a(x)))))
 
 
 def draw_images(step: int) -> torch.Tensor:

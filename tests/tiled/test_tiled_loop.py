@@ -102,9 +102,8 @@ def test_parameters_that_share_a_gradient_tensor_are_each_summed_once(world: Wor
             self.shift = nn.Parameter(torch.rand(1, 4))
             self.again = nn.Parameter(torch.rand(1, 4))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.pair(self.before(x)) + self.shift + self.again
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.pair(self.before(x)) + self.shift + self.again
 
     def loop(model: Any, local: Any) -> None:
         model(local(x_of(SAMPLES, 4))).square().sum().backward()
@@ -196,9 +195,8 @@ def test_layers_shared_by_name_stay_shared(world: World) -> None:
             self.scale = nn.Parameter(torch.rand(4))
             self.same_scale = self.scale
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.same_drop(self.pair(self.drop(x)) * self.scale) * self.same_scale
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.same_drop(self.pair(self.drop(x)) * self.scale) * self.same_scale
 
     def loop(model: Any, local: Any) -> None:
         model(local(x_of(SAMPLES, 4))).square().mean().backward()

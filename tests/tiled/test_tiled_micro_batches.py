@@ -114,12 +114,11 @@ class TimeFirst(nn.Module):
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
         self.dropouts = nn.ModuleList([nn.Dropout(0.3), nn.Dropout(0.2)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         y = torch.tanh(self.first(x).transpose(0, 1))
         for dropout in self.dropouts:
             y = torch.tanh(dropout(y))
-        result: torch.Tensor = self.last(y.mean(0))
-        return result
+        return self.last(y.mean(0))
 
 
 @pytest.mark.threads_only

@@ -46,35 +46,30 @@ class Written(nn.Module):
         return self.written[0](self, x)
 
 
-def moving_mean(net: Any, x: torch.Tensor) -> torch.Tensor:
+def moving_mean(net: Any, x: torch.Tensor) -> Any:
     if net.training:
         net.mean = 0.5 * net.mean + 0.5 * x.detach().mean(0)
-    result: torch.Tensor = net.pair(x - net.mean)
-    return result
+    return net.pair(x - net.mean)
 
 
-def moving_mean_in_place(net: Any, x: torch.Tensor) -> torch.Tensor:
+def moving_mean_in_place(net: Any, x: torch.Tensor) -> Any:
     net.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
-    result: torch.Tensor = net.pair(x)
-    return result
+    return net.pair(x)
 
 
-def remembering(net: Any, x: torch.Tensor) -> torch.Tensor:
+def remembering(net: Any, x: torch.Tensor) -> Any:
     before = getattr(net, "last", 0.0)
     net.last = x.detach().sum()
-    result: torch.Tensor = net.pair(x) + 0.1 * before
-    return result
+    return net.pair(x) + 0.1 * before
 
 
-def clamped(net: Any, x: torch.Tensor) -> torch.Tensor:
+def clamped(net: Any, x: torch.Tensor) -> Any:
     net.pair[0].weight.data.clamp_(-0.1, 0.1)
-    result: torch.Tensor = net.pair(x)
-    return result
+    return net.pair(x)
 
 
-def drawn_in_python(net: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = net.pair(x) if random.random() < 0.5 else x
-    return result
+def drawn_in_python(net: Any, x: torch.Tensor) -> Any:
+    return net.pair(x) if random.random() < 0.5 else x
 
 
 def balanced(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -110,14 +105,12 @@ def keeping_a_sum(net: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def contrasted(net: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = net.pair(x) @ x.T
-    return result
+def contrasted(net: Any, x: torch.Tensor) -> Any:
+    return net.pair(x) @ x.T
 
 
-def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.eye(4) @ net.pair(x)
-    return result
+def whole_only(net: Any, x: torch.Tensor) -> Any:
+    return torch.eye(4) @ net.pair(x)
 
 
 @pytest.mark.parametrize(
@@ -182,13 +175,12 @@ class CountingHeads(nn.Module):
         self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
         self.register_buffer("steps", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         if self.training:
             self.steps += 1
         q, k, v = self.qkv(x).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        result: torch.Tensor = self.out(y) / (1 + 0.1 * self.steps)
-        return result
+        return self.out(y) / (1 + 0.1 * self.steps)
 
 
 class Viewed(nn.Module):
@@ -198,10 +190,9 @@ class Viewed(nn.Module):
         super().__init__()
         self.a, self.b, self.c, self.d = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 4, 3), nn.Linear(16, 9), nn.Linear(9, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = torch.relu(self.b(torch.relu(self.a(x.view(-1, 1, 6, 6)))))
-        result: torch.Tensor = self.d(torch.relu(self.c(h.view(-1, 16))))
-        return result
+        return self.d(torch.relu(self.c(h.view(-1, 16))))
 
 
 class Beside(nn.Module):
@@ -212,12 +203,11 @@ class Beside(nn.Module):
         self.norm = self.same = nn.LayerNorm(12)
         self.qkv, self.out, self.up, self.down = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 10), nn.Linear(10, 12)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.same(x)
         q, k, v = self.qkv(h).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        result: torch.Tensor = x + self.out(y) + self.down(F.gelu(self.up(h)))
-        return result
+        return x + self.out(y) + self.down(F.gelu(self.up(h)))
 
 
 class Summed(nn.Module):
@@ -241,9 +231,8 @@ class Gated(nn.Module):
         super().__init__()
         self.a, self.b = nn.Conv1d(4, 10, 3, padding=1), nn.Conv1d(5, 4, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.b(F.glu(self.a(x), 1))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.b(F.glu(self.a(x), 1))
 
 
 class Mirrored(nn.Module):
@@ -253,10 +242,9 @@ class Mirrored(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(6, 5), nn.Linear(10, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.a(x)
-        result: torch.Tensor = self.b(torch.cat((torch.relu(h), torch.relu(-h)), dim=-1))
-        return result
+        return self.b(torch.cat((torch.relu(h), torch.relu(-h)), dim=-1))
 
 
 class TwoBranches(nn.Module):
@@ -266,10 +254,9 @@ class TwoBranches(nn.Module):
         super().__init__()
         self.up, self.one, self.two = nn.Linear(6, 12), nn.Linear(4, 3), nn.Linear(8, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.up(x)
-        result: torch.Tensor = self.one(torch.tanh(h[..., :4])) * 2 + self.two(torch.relu(h[..., 4:]))
-        return result
+        return self.one(torch.tanh(h[..., :4])) * 2 + self.two(torch.relu(h[..., 4:]))
 
 
 class Biaffine(nn.Module):
@@ -280,10 +267,9 @@ class Biaffine(nn.Module):
         self.a, self.b, self.both, self.mixed = nn.Linear(6, 5), nn.Linear(6, 4), nn.Bilinear(5, 4, 7), nn.Linear(7, 3)
         self.square, self.narrow, self.last = nn.Bilinear(3, 3, 8, bias=False), nn.Linear(8, 5), nn.Bilinear(5, 6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.mixed(torch.tanh(self.both(torch.relu(self.a(x)), torch.relu(self.b(x)))))
-        result: torch.Tensor = self.last(self.narrow(F.gelu(self.square(h, h))), x)
-        return result
+        return self.last(self.narrow(F.gelu(self.square(h, h))), x)
 
 
 class BilinearAlone(nn.Module):
@@ -293,9 +279,8 @@ class BilinearAlone(nn.Module):
         super().__init__()
         self.layer = nn.Bilinear(6, 6, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layer(x, x.flip(-1))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x, x.flip(-1))
 
 
 ODD = {
@@ -399,10 +384,9 @@ def written(forward: Forward) -> nn.Module:
 @pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_penalty_on_weights_that_could_be_split_counts_all_of_them(world: World) -> None:
-    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(net: Any, x: torch.Tensor) -> Any:
         assert float(x.detach().sum()) < 1e9  # which torch.fx cannot follow: the pair is found in its Sequential
-        result: torch.Tensor = net.pair(x).square().mean() + sum(parameter.norm() for parameter in net.parameters())
-        return result
+        return net.pair(x).square().mean() + sum(parameter.norm() for parameter in net.parameters())
 
     trained_alike(world, lambda: written(forward), lambda _, output: output)
 
@@ -454,10 +438,9 @@ def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(
             super().__init__()
             self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             h = torch.relu(self.a(x))
-            result: torch.Tensor = self.b(h if x.shape[1] > 4 else 2 * h)
-            return result
+            return self.b(h if x.shape[1] > 4 else 2 * h)
 
     model, sample = Branching(), torch.rand(4, 6, 6)
 
@@ -489,9 +472,8 @@ def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
             super().__init__()
             self.drop, self.pair = nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.pair(self.drop(x.transpose(0, 1))).transpose(0, 1)
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.pair(self.drop(x.transpose(0, 1))).transpose(0, 1)
 
     x = torch.rand(6, 3, 4, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(0)
@@ -515,10 +497,9 @@ def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() 
             super().__init__()
             self.up, self.down, self.function = nn.Linear(6, 8), nn.Linear(8, 6), function
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             up, gate = self.up(x), self.up(2 * x)
-            result: torch.Tensor = self.down(self.function(up) * gate)
-            return result
+            return self.down(self.function(up) * gate)
 
     model = nn.Sequential(Activated(F.relu), Activated(torch.tanh))
     found = find_blocks(model, sample=torch.randn(4, 6))
@@ -557,9 +538,8 @@ class Normalized(nn.Module):
         self.norm, self.other = nn.BatchNorm2d(5), nn.BatchNorm2d(4)
         self.drop = nn.Dropout(drop) if drop else nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.c(self.other(self.b(torch.tanh(self.drop(self.norm(self.a(x)))))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.c(self.other(self.b(torch.tanh(self.drop(self.norm(self.a(x)))))))
 
 
 @pytest.mark.threads_only
@@ -634,10 +614,9 @@ def test_the_line_that_keeps_weights_whole_is_named() -> None:
             super().__init__()
             self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             h = torch.relu(self.a(x)).sort(-1).values
-            result: torch.Tensor = self.b(h)
-            return result
+            return self.b(h)
 
     model = nn.Sequential(Sorting())
     found = find_blocks(model, sample=torch.randn(4, 6))

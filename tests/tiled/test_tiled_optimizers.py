@@ -38,15 +38,13 @@ class Own(torch.optim.Optimizer):
 class ByNorm(Own):
     """As LARS: the step depends on the norm of the whole weight's gradient."""
 
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = grad / grad.norm()
-        return result
+    def direction(self, grad: torch.Tensor) -> Any:
+        return grad / grad.norm()
 
 
 class ByRow(Own):
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = grad / grad.norm(dim=1, keepdim=True)
-        return result
+    def direction(self, grad: torch.Tensor) -> Any:
+        return grad / grad.norm(dim=1, keepdim=True)
 
 
 class Noisy(Own):

@@ -1,6 +1,7 @@
 """Gradients of replicas of one rank, summed while the backward pass computes: as between hosts, which these ranks play."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -45,10 +46,9 @@ class Branching(nn.Module):
         self.takes_other = False
         fill(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         self.hidden = torch.tanh(self.trunk(x))
-        out: torch.Tensor = self.other(self.hidden) if self.takes_other else self.one(self.hidden)
-        return out
+        return self.other(self.hidden) if self.takes_other else self.one(self.hidden)
 
 
 def perceptron() -> nn.Module:

@@ -39,11 +39,10 @@ class Attention(nn.Module):
         super().__init__()
         self.inner, self.outer = nn.Linear(2, 24), nn.Linear(8, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         q, k, v = (each.view(-1, 3, 2, 4).transpose(1, 2) for each in self.inner(x.view(-1, 3, 2)).split(8, -1))
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, 3, 8)
-        result: torch.Tensor = x + self.outer(found).reshape(-1, WIDTH)
-        return result
+        return x + self.outer(found).reshape(-1, WIDTH)
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {

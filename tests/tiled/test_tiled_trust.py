@@ -40,11 +40,10 @@ class Gate(nn.Module):
         self.settings = {"scale": 1.0}
         self.register_buffer("warmth", torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         gate = torch.sigmoid(self.gate(x) * self.temperature * self.warmth) * self.settings["scale"]
         gate = gate * gate if self.is_squared else gate
-        result: torch.Tensor = x + self.down(self.dropout(self.slope(self.up(x)) * gate))
-        return result
+        return x + self.down(self.dropout(self.slope(self.up(x)) * gate))
 
 
 class Network(nn.Module):
@@ -53,9 +52,8 @@ class Network(nn.Module):
         self.gated = Gate()
         self.pair = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.pair(self.gated(x))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.pair(self.gated(x))
 
 
 @one_at_a_time
