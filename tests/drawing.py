@@ -1,7 +1,5 @@
 """Ranks that are threads share torch's random state: what seeds it and draws from it is done by one of them at a time."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

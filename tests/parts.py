@@ -4,8 +4,6 @@ Parts take about as long as each other, by what the files took when they were la
 what to begin with.
 """
 
-from __future__ import annotations
-
 import heapq
 import sys
 from pathlib import Path

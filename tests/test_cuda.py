@@ -4,8 +4,6 @@ Ranks are threads, all on the first card or some of them on the CPU, so that one
 starts two processes under NCCL, which takes one rank a card, and needs two.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

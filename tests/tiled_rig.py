@@ -1,7 +1,5 @@
 """Random networks, layouts and batches, and the plain single-process run that tests of exactness compare with."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What benchmarks say of times that are known: medians, spreads and ratios, who counts, and every parameter in the record."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the benchmark of elastic runs in a lab makes of its steps, and when it kills whom."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

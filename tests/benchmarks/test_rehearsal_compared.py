@@ -1,7 +1,5 @@
 """The simulator held against measurements: its test bed, what ranks measure there, its constants, and held-out tilings."""
 
-from __future__ import annotations
-
 import json
 from math import fsum
 from typing import Any

@@ -1,7 +1,5 @@
 """Traces of slowdowns for the lab, what is noticed in them, and the arithmetic over their courses."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Everything that writes a file for its user does it in one step, through `tatami.outputs`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Checkpoints of many ranks: whole or not at all, found again after any loss, and never silently another state."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

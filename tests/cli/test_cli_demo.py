@@ -1,7 +1,5 @@
 """`tatami demo`: three runs over slowed ranks, with equal losses, as one real MPI job."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

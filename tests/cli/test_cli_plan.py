@@ -1,7 +1,5 @@
 """`tatami plan`: the table, the records, the picture; and that it answers without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`tatami probe`: the table, the record, and a cluster file that `tatami plan` reads."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

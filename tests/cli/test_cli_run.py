@@ -1,7 +1,5 @@
 """`tatami run`: a script on real ranks, its exit code, and what goes wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Speeds of clusters, and the cores that a process may use."""
 
-from __future__ import annotations
-
 import os
 from fractions import Fraction
 from pathlib import Path

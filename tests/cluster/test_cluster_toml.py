@@ -1,7 +1,5 @@
 """Cluster files: what is written is read back, groups unfold, and every fault of a file is named at once."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Speeds that depend on the size of the tile: what they are, how they are written down, and who refuses them."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

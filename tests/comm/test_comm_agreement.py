@@ -1,7 +1,5 @@
 """Agreement between ranks: what one rank finds wrong, all ranks raise, with the same words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`tuned_allreduce` and `AllReduce`: what they stage, keep, choose and refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What goes wrong is said: arguments that cannot be, ranks that do not come, ranks that die."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

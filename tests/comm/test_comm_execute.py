@@ -4,8 +4,6 @@ Tolerances: a sum of P values in float32 is off by (P - 1) roundings of 2^-24 at
 allow 2 P. bfloat16 and float16 are summed in float32 and rounded once: 2^-8 and 2^-11 of the result.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Collectives made of messages over TCP: in one go and in pieces, in several rounds, at once, and where ranks disagree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every operation, on every dtype and number of ranks, gives the values it must."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

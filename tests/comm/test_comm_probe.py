@@ -1,7 +1,5 @@
 """Links and the cost of messages, measured: between which ranks, and what comes out."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What one rank refuses ends the waits of all, with the same error, on threads and on ranks that are processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

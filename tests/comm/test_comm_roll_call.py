@@ -1,7 +1,5 @@
 """After a wait without its message a rank knows who is silent, and why, and what the others wait in."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Sums through shared memory: short vectors, and loads and stores block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

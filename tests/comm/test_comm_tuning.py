@@ -1,7 +1,5 @@
 """`auto`: by the table of this cluster where there is a fresh one, by the cost model where not."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path

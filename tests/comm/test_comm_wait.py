@@ -1,7 +1,5 @@
 """Waits spin briefly, sleep in growing steps, and end."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

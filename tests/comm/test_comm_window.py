@@ -1,7 +1,5 @@
 """Windows: what is put, got, accumulated and shared arrives, under every synchronisation; and what is refused."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

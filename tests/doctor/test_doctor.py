@@ -1,7 +1,5 @@
 """`tatami doctor`: from facts to advice; and hosts that are there, are not, differ, or cannot be reached."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

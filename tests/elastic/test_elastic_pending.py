@@ -1,7 +1,5 @@
 """Sections and sums of an elastic run that are under way when the group changes."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A model among other ranks than before, without Ray: ranks as threads, of which one is left out."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from functools import partial

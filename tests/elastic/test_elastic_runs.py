@@ -1,7 +1,5 @@
 """Runs that lose ranks end with the parameters and the losses of the undisturbed one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Ranks whose optimizers have come apart are told so; and what a loop says where ranks do not leave."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Input refused at the boundary, before anything is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

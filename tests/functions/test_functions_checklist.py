@@ -1,7 +1,5 @@
 """Rows of ChainerMN's own test checklist that are not tested elsewhere, with values; see docs/from-chainermn.md."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

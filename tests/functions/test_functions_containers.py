@@ -1,7 +1,5 @@
 """Nested values and containers made of fields: every leaf travels or is changed, and every type stays."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Memory that is lent again, and results that are changed in place."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

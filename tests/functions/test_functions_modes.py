@@ -1,7 +1,5 @@
 """Under what torch does to a forward pass: no_grad, double backward, checkpointing, autocast."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that disagree: an error on every rank, within the timeout, that names both sides and their lines."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

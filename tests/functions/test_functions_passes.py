@@ -1,7 +1,5 @@
 """Several passes in flight on one communicator, passes that are over, retained and abandoned ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What went wrong in ChainerMN, found by running it: each hung there or gave a wrong gradient, and gives the right one here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

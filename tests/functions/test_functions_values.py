@@ -1,7 +1,5 @@
 """Every function on every number of ranks: values, and gradients against one process that holds all ranks' inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

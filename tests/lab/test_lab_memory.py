@@ -1,7 +1,5 @@
 """Hosts of a lab with a limit of memory: they see it, and what wants more is ended by the kernel, there alone."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

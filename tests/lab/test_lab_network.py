@@ -1,7 +1,5 @@
 """The commands that give links their rates and, where the kernel can, their latencies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

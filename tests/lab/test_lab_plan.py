@@ -1,7 +1,5 @@
 """Speeds become shares of cores, and hosts get names and addresses: decided without root, on any system."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 from dataclasses import replace

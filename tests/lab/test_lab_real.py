@@ -1,7 +1,5 @@
 """Labs as they are: three hosts on this machine, a run across them, changes, deaths, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

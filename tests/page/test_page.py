@@ -1,7 +1,5 @@
 """The page of a run: what it reads, shows and leaves out."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

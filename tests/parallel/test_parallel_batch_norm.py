@@ -1,7 +1,5 @@
 """Batch normalization over ranks, against torch's over the whole batch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chain lists: the topologies of ChainerMN's own tests and the traps found in it, with gradients compared to one process."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Networks whose batch normalizations were replaced by those over all ranks."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data sets dealt out to ranks, orders that ranks agree on, and batches that one rank draws for all."""
 
-from __future__ import annotations
-
 from collections import Counter, namedtuple
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """DataParallel: gradients of the global batch on every rank, whatever the ranks have, use and leave out."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """In debug mode a gradient that is NaN or infinite is found before it is averaged, and all ranks hear where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

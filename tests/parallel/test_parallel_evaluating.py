@@ -1,7 +1,5 @@
 """Evaluation, observation and early stopping of many ranks: exact for uneven ranks, alike on all, and no hang."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What layers that span ranks return may be changed in place, as the next layer of many networks does."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """An optimizer on many ranks does what one process does with all samples; the first step counts, and layers may come later."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent stages whose states go from rank to rank, against the same stages in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

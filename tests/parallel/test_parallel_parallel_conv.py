@@ -1,7 +1,5 @@
 """Convolutions divided among ranks: the dense form is the convolution itself, the grouped form ChainerMN's."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

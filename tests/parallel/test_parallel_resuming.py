@@ -1,7 +1,5 @@
 """A training loop that is interrupted and resumed sees each sample once, also where workers draw ahead of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any

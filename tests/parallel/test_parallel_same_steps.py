@@ -1,7 +1,5 @@
 """Ranks whose optimizers step otherwise than those of others are told so, by name: by data parallelism, and of tiled models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

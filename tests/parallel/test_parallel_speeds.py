@@ -1,7 +1,5 @@
 """Weighted data parallelism: batches in proportion to speed, and gradients that stay those of the global batch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

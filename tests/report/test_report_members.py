@@ -1,7 +1,5 @@
 """The picture of an elastic run: who was there when, and what was lost."""
 
-from __future__ import annotations
-
 import pytest
 
 from tatami.elastic import ElasticReport, MemberChange

@@ -1,7 +1,5 @@
 """The picture of a schedule: what each bar shows is what `verify` would say of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tatami.collective import ALGORITHMS, Schedule, build

@@ -1,7 +1,5 @@
 """Pictures: what is drawn where, in which words; never pixels."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

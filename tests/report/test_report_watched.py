@@ -1,7 +1,5 @@
 """The picture of a run that was watched."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

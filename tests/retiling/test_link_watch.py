@@ -1,7 +1,5 @@
 """Links between replicas are watched as ranks are; planners and prices see them as they became."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Other stages when machines change: a calm run is left alone, a slower machine is given less, and moving has its price."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

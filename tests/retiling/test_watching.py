@@ -1,7 +1,5 @@
 """A run that is watched, in the small: noticed, weighed, paid for, and left alone where nothing is to be gained."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `make chaos` asks for 200 runs (TATAMI_CHAOS_RUNS), and `make chaos CHAOS_SEED=...` for others than the first.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of servers that somebody has edited or damaged: each is named and passed over, none is taken for whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The parts of a run that need no other process: optimizers, shards, shares of a batch, checkpoints, intervals."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -3,8 +3,6 @@
 `make chaos` asks for further blows at random moments (TATAMI_CHAOS_RAYLET_RUNS).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """The driver itself dies, or is interrupted: what goes on from its checkpoints, and what it leaves behind."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

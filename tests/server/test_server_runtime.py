@@ -1,7 +1,5 @@
 """Real processes that are killed and stopped on purpose: what must come out to the bit, and what must be said."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

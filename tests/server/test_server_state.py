@@ -1,7 +1,5 @@
 """What the coordinator orders when a worker dies: three policies, event by event."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

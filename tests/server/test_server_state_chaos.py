@@ -3,8 +3,6 @@
 TATAMI_STATE_CHAOS_RUNS asks for more; `make chaos` does.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Under any interleaving of deaths, delays, duplicates and joins: no round in part, none twice, none lost, and an end."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import HealthCheck, settings

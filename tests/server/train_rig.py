@@ -1,7 +1,5 @@
 """Real runs of tests, which change a few of many settings."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Links divided among transfers: rates are max-min fair, and times are SimGrid's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -4,8 +4,6 @@ In lockstep the actions follow from what is told, not from when, with one except
 a worker dies. So the worker waits with its death until it is. Nothing is put into another order, and nothing is left out.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

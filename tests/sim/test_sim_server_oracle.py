@@ -1,7 +1,5 @@
 """Single failures of each policy against their closed form, and rounds passed over against rounds simulated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The numbers of Li, Tanimura and Nakada: what a round takes, what a failure costs under each recovery."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 from functools import cache

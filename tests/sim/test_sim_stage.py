@@ -1,7 +1,5 @@
 """Transfers on a platform take the time that the model of the network says, to the last digits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Pipeline stages on simulated machines: the formula that plans are priced by against passes and hand-overs one by one."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -1,7 +1,5 @@
 """What the rehearsal decides by itself, on a stage that is a clock and a list."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Networks that are cut into stages, and stages as threads."""
 
-from __future__ import annotations
-
 import copy
 import queue
 import threading

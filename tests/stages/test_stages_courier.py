@@ -1,7 +1,5 @@
 """Tensors of one kind arrive in the order in which they were sent, whenever they come."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages compute the loss and the gradients of the plain network, to the last bits, wherever it is cut."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

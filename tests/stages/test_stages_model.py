@@ -1,7 +1,5 @@
 """`tatami.tile` with pipeline stages: a loop by hand, and the Trainer, train as one machine does."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Re-tiling to other pipeline stages: training goes on as on one machine, whatever moves."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

@@ -1,7 +1,5 @@
 """Networks that people train, divided into pipeline stages: weights, buffers and evaluation are those of one machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Networks that people train, small: for tests that they can be tiled exactly as they come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias

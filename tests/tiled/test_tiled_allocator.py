@@ -1,7 +1,5 @@
 """Freed memory is the system's again where a plan fills much of a machine's memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

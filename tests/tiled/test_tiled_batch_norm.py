@@ -1,7 +1,5 @@
 """Batch normalization in tiled networks: over rows that are not samples, by settings that change, and with local statistics."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is around the loop: callbacks, early stopping, schedules, limits of time, metrics by name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A run that goes on from a checkpoint, in mid-epoch, has the numbers of the run that was not interrupted."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Mapping

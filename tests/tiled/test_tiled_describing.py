@@ -1,7 +1,5 @@
 """What is told of a network: what is split by what, the share that is repeated, and what could not be followed."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 These runs say nothing of CUDA. `tests/test_cuda.py` does, where there is a card.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which state is put back where a loss stops being finite, and that keeping it costs a step next to nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

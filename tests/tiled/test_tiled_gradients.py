@@ -5,8 +5,6 @@ several times with batches of different sizes; weights must agree to 1e-12 on 1 
 tiles, with ranks left out or without samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass

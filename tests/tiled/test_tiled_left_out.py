@@ -1,7 +1,5 @@
 """Means that leave targets out (`ignore_index`): exact over all ranks, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which link is slow, at work: the times of messages go with the sum of the loss, and the link is named on all ranks."""
 
-from __future__ import annotations
-
 from typing import Self
 
 import pytest

@@ -1,7 +1,5 @@
 """`random="local"`: layers that cannot draw as the plain model does draw for each replica by itself, its ranks alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

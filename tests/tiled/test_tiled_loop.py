@@ -1,7 +1,5 @@
 """A hand-written loop around a tiled model works like one around the plain model, whatever it does."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A loss whose reduction is not known is refused before a gradient could be wrong; one that tells is taken at its word."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

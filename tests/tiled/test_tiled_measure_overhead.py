@@ -1,7 +1,5 @@
 """What a rank spends on each sample beside its units: found again from clocks that know it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Memory of real networks: what plans say that a rank keeps is what it keeps, counted tensor by tensor, or more."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import random

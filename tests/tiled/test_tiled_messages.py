@@ -4,8 +4,6 @@ One tensor-parallel exchange for each pair forward, one backward where the input
 the gradient sums from one neighbour to another in each of its phases.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A replica may compute its samples in parts, one after another: gradients, draws and losses are those of one machine."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import replace

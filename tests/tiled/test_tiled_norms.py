@@ -1,7 +1,5 @@
 """Norms of gradients and weights: torch's own functions see the units of all ranks, and clip as on one machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

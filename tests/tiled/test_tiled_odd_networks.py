@@ -1,7 +1,5 @@
 """Networks that change themselves, or look at their batch or weights in odd ways: exact as they come, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re

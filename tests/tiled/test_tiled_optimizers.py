@@ -1,7 +1,5 @@
 """Optimizers that look at more than one element at a time are found by trying them, whatever they are called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Terms of a loss that read weights outside of the network: right, or refused where ranks share units or losses are sums."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What iterations cost beside flop and bytes: the networks that tell it, and what is made of their times."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A loop written by hand goes on in mid-epoch on any ranks and layout; a part of the weights is not loaded as another."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

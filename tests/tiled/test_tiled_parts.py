@@ -1,7 +1,5 @@
 """Modules that run with some of their units as they are: what may be registered, mixtures, and logits that stay split."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A probed cluster: every rank's speed, spread and share of the memory, the same on all ranks."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that recompute activations: the numbers of the plain network, in less memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What can not be computed exactly, or can not be, is refused by name before anything is computed."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle

@@ -1,7 +1,5 @@
 """DRPM at work on a clock of the test's own: it settles in time, leaves a balanced run alone, and training stays exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Ranks that are given different batches are told so, by name, before the gradients of such batches are added up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 A script is a network, a layout and some steps, with something that users do between them. `make scripts` runs 500.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

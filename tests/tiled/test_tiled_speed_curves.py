@@ -1,7 +1,5 @@
 """Speeds by the number of samples: what a clock that knows them shows, and where the samples end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any

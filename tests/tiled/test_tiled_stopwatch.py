@@ -1,7 +1,5 @@
 """Phases, measured speeds and rows: on a clock of the test's own, and on whole numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

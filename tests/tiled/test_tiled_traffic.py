@@ -1,7 +1,5 @@
 """What a rank sends in a step is what the one description says, and what the simulator sends: message by message."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

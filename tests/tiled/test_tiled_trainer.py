@@ -1,7 +1,5 @@
 """The Trainer is the loop that one would write by hand: same losses, same parameters, same evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a user may do after `tatami.tile`, or have done before: as on one machine, or refused by name; never another number."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """An update over several batches, in half precision, by a scaler, of frozen and of tied weights: as in the plain loop."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

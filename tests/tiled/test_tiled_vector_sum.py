@@ -1,7 +1,5 @@
 """The sum over a replica of several hosts: what an all-reduce gives, the same bits everywhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Weights in files: whole, ordinary, for any tiling; and the last good ones where a loss stops being finite."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

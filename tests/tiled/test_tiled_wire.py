@@ -1,7 +1,5 @@
 """Half the bytes on the wire: the same bits on every rank, about the plain run's gradients, and exact what must be exact."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

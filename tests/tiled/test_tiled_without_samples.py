@@ -1,7 +1,5 @@
 """Ranks without samples: those of a small last batch, and those that were left out of the tiling."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

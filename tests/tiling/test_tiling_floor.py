@@ -1,7 +1,5 @@
 """Spans, tiles, tilings and layouts: whole numbers that cover the floor exactly once."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise, product
 from unittest import mock

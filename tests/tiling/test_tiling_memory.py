@@ -1,7 +1,5 @@
 """Memory: what plans keep, that none keeps more than there is, and what the error says where nothing fits."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

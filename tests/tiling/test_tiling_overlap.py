@@ -1,7 +1,5 @@
 """Gradient sums that hide behind the backward pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages for unequal machines, compared with all possible ones."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Layouts whose ranks recompute activations: what they keep and take, and when plans have them."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

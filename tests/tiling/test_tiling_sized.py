@@ -1,7 +1,5 @@
 """Planning with speeds that depend on the size of the tile."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Replicas of pipeline stages: compared with all possible ones, and prices by hand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

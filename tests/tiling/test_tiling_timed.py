@@ -1,7 +1,5 @@
 """The planner by time: what it leaves out, one machine alone, and the advice it gives."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

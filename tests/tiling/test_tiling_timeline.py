@@ -1,7 +1,5 @@
 """What each processor does in an iteration: the parts sum to the price."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
