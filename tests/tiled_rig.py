@@ -14,10 +14,8 @@ from torch import nn
 
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
-from tatami.comm import Recording
-from tatami.comm.base import AbstractCommunicator
-from tatami.tiling import Layout, StagedLayout
-from tatami.tiling.layout import Replica
+from tatami.comm import AbstractCommunicator, Recording
+from tatami.tiling import Layout, Replica, StagedLayout
 from tatami.train import TiledModel, tile, whole_state_dict
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}

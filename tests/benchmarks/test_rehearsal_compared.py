@@ -15,8 +15,7 @@ from rehearsal.heldout import BEDS, bed_from_dict, drawn_layouts, found_by
 from rehearsal.rank import LabProbe
 from rehearsal.server import FLOAT_BYTES, ServerJob, server_job_from_dict, setup_of
 from rehearsal.setting import NET, SAMPLES, RankJob, job_from_dict, tilings
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.sim.processes import Runs
 from tatami.sim.server import simulate_server
 from tatami.sim.tiling import Startup, TimedTile

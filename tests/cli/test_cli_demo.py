@@ -12,8 +12,7 @@ from tatami.cli.demo import why_slower
 from tatami.cli.training import TrainingOutcome, course
 from tatami.retiling import Decision, DecisionKind
 from tatami.tiling import Layout, Span, Tile, Tiling
-from tatami.train import History
-from tatami.train.retiling import Check
+from tatami.train import Check, History
 
 TILING = Tiling(samples=4, units=4, tiles=(Tile(processor="p0", replica=0, samples=Span(0, 4), units=Span(0, 4)),))
 

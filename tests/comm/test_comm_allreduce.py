@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from tatami.collective import ALGORITHMS
-from tatami.comm import run_threads
+from tatami.comm import AbstractCommunicator, Reduction, run_threads
 from tatami.comm.agreement import DEBUG_VARIABLE
 from tatami.comm.allreduce import CACHED, AllReduce, AllReduceSpec, release, tuned_allreduce
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.reduction import Reduction
 from tatami.comm.thread_world import ThreadCommunicator
 from tatami.errors import ClosedError, CommTimeoutError, InputError, RankDiedError, ScheduleError
 from tatami.testing.worlds import World

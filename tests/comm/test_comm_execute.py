@@ -13,11 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tatami.collective import ALGORITHMS, Sync, build, simulate
-from tatami.comm import run_threads
-from tatami.comm.allreduce import AllReduce, AllReduceSpec
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, AllReduce, AllReduceSpec, Reduction, run_threads
 from tatami.comm.execute import Executor
-from tatami.comm.reduction import Reduction
 from tatami.testing.worlds import World
 
 ONE_SIDED = ("torus_put", "torus_accumulate", "accumulate")

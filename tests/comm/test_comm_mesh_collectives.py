@@ -12,8 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tatami.comm import mesh_collectives
-from tatami.comm.reduction import Op
+from tatami.comm import Op, mesh_collectives
 from tatami.comm.tcp import TcpCommunicator
 from tatami.errors import CommError, CommTimeoutError
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drawing import one_at_a_time
-from tatami.comm import fail_together, run
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, fail_together, run
 from tatami.comm.refusals import LONGEST_TEXT, Refusals
 from tatami.errors import InputError, ModelError, TrainingError
 from tatami.parallel import DataParallel, MultiNodeOptimizer

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from tatami.collective import build
-from tatami.comm import shared_sum
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.reduction import Op
+from tatami.comm import AbstractCommunicator, Op, shared_sum
 from tatami.comm.shared_sum import loads_and_stores
 from tatami.comm.short_sum import ShortSum
 from tatami.errors import CommError

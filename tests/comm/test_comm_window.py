@@ -7,9 +7,8 @@ import torch
 
 from tatami.clock import SystemClock
 from tatami.collective import Sync
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, Op
 from tatami.comm.memory_barrier import CounterBarrier, notices
-from tatami.comm.reduction import Op
 from tatami.comm.session import Watchdog
 from tatami.comm.wait import wait_policy
 from tatami.comm.window import AbstractWindow

@@ -14,9 +14,20 @@ from typer.testing import CliRunner
 import tatami
 from hand_clock import HandClock
 from tatami.cli.app import app
-from tatami.doctor import HostFacts, LoadWatch, Trial, compared, connected, diagnosed, examine, facts_here, steps_to_take, tried
+from tatami.doctor import (
+    Diagnosis,
+    HostFacts,
+    LoadWatch,
+    Trial,
+    compared,
+    connected,
+    diagnosed,
+    examine,
+    facts_here,
+    steps_to_take,
+    tried,
+)
 from tatami.doctor.agent import _greet, reach
-from tatami.doctor.diagnosis import Diagnosis
 from tatami.doctor.host_facts import PACKAGES
 from tatami.doctor.hosts import SHELL_VARIABLE, host_names
 from tatami.errors import InputError

@@ -11,8 +11,7 @@ from tatami.elastic.orders import CarriedOut, HaltAnswer
 from tatami.elastic.pending import PendingChange
 from tatami.elastic.sections import OpenSection, Sections
 from tatami.errors import TrainingError
-from tatami.membership import Dismiss, Regroup, Restart
-from tatami.membership.copies import Take
+from tatami.membership import Dismiss, Regroup, Restart, Take
 from tatami.tiling import Layout, Replica, Span
 
 CHANGE = Regroup(

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from tatami.cluster import Cluster
-from tatami.comm import run_threads
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.errors import InputError
 from tatami.membership import Held, Regroup, mirrors_of, takes

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import tatami
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.elastic.steps import Steps, steps
 from tatami.engine.ray_start import uninterrupted
 from tatami.errors import InputError

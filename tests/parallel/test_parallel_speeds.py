@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drawing import one_at_a_time
 from tatami.cluster import Cluster
-from tatami.comm import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import ClusterError, InputError
 from tatami.parallel import DataParallel, SynchronizedSampler
 from tatami.parallel.speed_shares import SpeedShares

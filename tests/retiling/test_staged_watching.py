@@ -6,9 +6,7 @@ import pytest
 from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import PlanError
 from tatami.retiling import StagedDecision, StagedWatcher
-from tatami.tiling import StagedPlan
-from tatami.tiling.staged import plan_stages
-from tatami.tiling.staged_price import price_stages
+from tatami.tiling import StagedPlan, plan_stages, price_stages
 from tatami.workload import Piece, Workload
 
 PIECES = 12

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from server_rig import Push, World
 
+from tatami.server import ASP, BSP, SSP, Backup, Checkpoint, FromServers, Ignore
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.consistency import ASP, BSP, SSP, Backup
 from tatami.server.protocol import Protocol
-from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
 PROTOCOLS = st.builds(
     lambda servers, replicas, **rest: Protocol(servers=servers, replicas=min(replicas, servers), **rest),

@@ -20,13 +20,11 @@ pytest.importorskip("ray")
 
 from tatami.engine.crew import Pool
 from tatami.engine.ray_engine import engine
+from tatami.server import RunContext, RunSettings, TaskPhase, train
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.run_context import RunContext
-from tatami.server.run_settings import RunSettings, TaskPhase
-from tatami.server.training import train
 from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
 from tatami.sim.server import ServerSetup
 

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 import tatami
 from tatami.cli.app import app
 from tatami.cluster import Cluster, Link, Processor
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import InputError, ModelError, NotFiniteError, PlanError, RankDiedError
 from tatami.model.model_stage import ModelStage
 from tatami.records import Records

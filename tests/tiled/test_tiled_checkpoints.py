@@ -19,11 +19,9 @@ import tatami
 from drawing import one_at_a_time
 from tatami import outputs
 from tatami.checkpoints import files as checkpoint_files
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, InputError
-from tatami.parallel import ResumableLoader
-from tatami.parallel.sampling import SynchronizedSampler
+from tatami.parallel import ResumableLoader, SynchronizedSampler
 from tatami.records import Records
 from tatami.state.training_state import share_out
 from tatami.testing.worlds import World

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from pretend_device import DEVICE, PretendDevice, PretendTensor
-from tatami.comm import Op, run_threads
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, Op, run_threads
 from tatami.comm.transport import Transport
 from tatami.errors import InputError
 from tatami.runtime.phases import DevicePhases

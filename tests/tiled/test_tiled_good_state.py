@@ -10,8 +10,7 @@ from networks import CASES, build
 from safetensors.torch import load_file
 from torch import nn
 
-from tatami.comm import init
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, init
 from tatami.errors import NotFiniteError
 from tatami.state.good_state import FIRST, MOST_APART, GoodState
 from tatami.testing.worlds import World

@@ -7,8 +7,7 @@ import torch
 from test_tiled_retiling import ADAM, SAMPLES, Machine, data, network
 
 from tatami.cluster import Cluster, Processor
-from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.wrapper import WrappedCommunicator
+from tatami.comm import AbstractCommunicator, AbstractRequest, WrappedCommunicator
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica

@@ -18,9 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tatami
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
-from tatami.comm.wrapper import Recording
+from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.errors import InputError, MemoryLackError
 from tatami.partition.tracing.saved_activations import Keeping
 from tatami.state.good_state import GoodState

@@ -18,8 +18,7 @@ from torch import nn
 
 import tatami
 from drawing import one_at_a_time
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import InputError, ModelError
 from tatami.model.describing import describe
 from tatami.testing.worlds import World

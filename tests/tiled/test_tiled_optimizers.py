@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import ModelError
 from tatami.runtime.optimizers import check_optimizer
 from tatami.train import Trainer, tile

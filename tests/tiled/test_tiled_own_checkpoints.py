@@ -14,8 +14,7 @@ from torch import nn
 import tatami
 from drawing import one_at_a_time
 from tatami.checkpoints.state_codec import decode, encode
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, InputError
 from tatami.tiling import Layout, StagedLayout
 from tatami.train import TiledModel, whole_state_dict

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tatami.cluster import Cluster
-from tatami.cluster.link import NETWORK_LINK
+from tatami.cluster import NETWORK_LINK, Cluster
 from tatami.comm import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.model.cluster_probe import probe

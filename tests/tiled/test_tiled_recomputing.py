@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tatami.cluster import Cluster, Processor
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import InputError, PlanError
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica

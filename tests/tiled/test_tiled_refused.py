@@ -18,8 +18,7 @@ from torch import nn
 
 from drawing import one_at_a_time
 from tatami.cluster import Cluster
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError
 from tatami.testing.worlds import World
 from tatami.train import TiledModel, Trainer, find_blocks, move, tile

@@ -10,8 +10,7 @@ from torch import nn
 
 from drawing import one_at_a_time
 from hand_clock import HandClock
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.wrapper import WrappedCommunicator
+from tatami.comm import AbstractCommunicator, WrappedCommunicator
 from tatami.errors import CommError, PlanError
 from tatami.records import Records
 from tatami.retiling import Decision, Retiler, StagedDecision

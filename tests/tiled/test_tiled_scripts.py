@@ -20,8 +20,7 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import TatamiError
 from tatami.testing.worlds import World
-from tatami.tiling import Layout
-from tatami.tiling.layout import Replica
+from tatami.tiling import Layout, Replica
 from tatami.train import TiledModel, WeightAverage, load_whole_state_dict, move, tile, whole_state_dict
 from tiled_rig import assert_close
 

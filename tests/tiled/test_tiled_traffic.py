@@ -9,9 +9,7 @@ from torch import nn
 
 from tatami.cluster import Cluster, Processor
 from tatami.collective import Schedule
-from tatami.comm import Recording
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.wrapper import Call
+from tatami.comm import AbstractCommunicator, Call, Recording
 from tatami.sim.allreduce.rounds import part_of
 from tatami.sim.tiling.iteration_plan import Floor
 from tatami.testing.worlds import World

@@ -19,8 +19,7 @@ from torch import nn
 import tatami
 from drawing import one_at_a_time
 from tatami.checkpoints import tensors
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, CommTimeoutError, ModelError, NotFiniteError, OutputExistsError
 from tatami.retiling import Controller, Decision, DecisionKind, Retiler
 from tatami.testing.worlds import World

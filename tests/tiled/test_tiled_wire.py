@@ -16,8 +16,7 @@ from tatami.runtime.gradient_exchange import GradientExchange
 from tatami.runtime.rows import ONE_EACH, Rows
 from tatami.runtime.vector_sum import VectorSum
 from tatami.testing.worlds import World
-from tatami.tiling import AlphaBetaCost, Tiling, traffic_of
-from tatami.tiling.bounds import time_bound_s, volume_bytes
+from tatami.tiling import AlphaBetaCost, Tiling, time_bound_s, traffic_of, volume_bytes
 from tatami.tiling.traffic import size_digits, sizes_of
 from tatami.train import Trainer, tile
 from tatami.workload import WIRES, Workload, net_workload

@@ -9,8 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import PlanError
-from tatami.tiling import FEW, GRAIN, Layout, Replica, Span, Tile, Tiling, largest_remainder, span, spans, whole_shares
-from tatami.tiling.tiling import OwnedUnits
+from tatami.tiling import (
+    FEW,
+    GRAIN,
+    Layout,
+    OwnedUnits,
+    Replica,
+    Span,
+    Tile,
+    Tiling,
+    largest_remainder,
+    span,
+    spans,
+    whole_shares,
+)
 from tatami.workload import Block, Workload
 
 LAYOUT = Layout(

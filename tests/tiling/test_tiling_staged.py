@@ -10,9 +10,8 @@ import pytest
 
 from tatami.cluster import Cluster, Link, Processor, SpeedTable
 from tatami.errors import PlanError
-from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, plan
+from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, StagedPlan, plan, price_stages
 from tatami.tiling.staged import _Search, choose, plan_stages
-from tatami.tiling.staged_price import StagedPlan, price_stages
 from tatami.workload import Piece, Workload, gpt_workload
 
 _LARGEST_REGRET = {False: 0.02, True: 0.1}
