@@ -1,14 +1,29 @@
 """Pictures: what is drawn where, in which words; never pixels."""
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
 from tatami.cluster import Cluster, Processor
+from tatami.collective import ALGORITHMS, Schedule, build
+from tatami.elastic import ElasticReport, MemberChange
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, PlanError
-from tatami.report import CoursePoint, blank, check_path, draw_course, draw_shares, draw_tiling, save
+from tatami.report import (
+    CoursePoint,
+    blank,
+    check_path,
+    draw_course,
+    draw_members,
+    draw_schedule,
+    draw_shares,
+    draw_tiling,
+    draw_watched,
+    save,
+)
 from tatami.report.fitting import Box, fit_lettering
+from tatami.retiling import Alarm, DecisionKind, Glance
 from tatami.tiling import Tiling, plan
 from tatami.workload import Workload
 
@@ -206,3 +221,112 @@ def test_without_matplotlib_the_pip_command_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[plot\]'"):
         blank()
+
+
+def test_who_became_slower_is_named_and_each_price_has_its_line() -> None:
+    figure, ax = blank()
+    ax.remove()
+    above, below = figure.subplots(2, sharex=True)
+    whole, shift = DecisionKind.WHOLE, DecisionKind.SAMPLES
+    glances = (
+        Glance(iteration=8, speeds=(2.0, math.nan), loss_s={}, price_s={}),
+        Glance(iteration=20, speeds=(1.0, 4.0), loss_s={whole: 0.5, shift: 0.1}, price_s={whole: 2.0, shift: 0.0}),
+        Glance(iteration=21, speeds=(1.0, 4.0), loss_s={whole: 1.0}, price_s={whole: 2.0}),
+    )
+    alarm = Alarm(processor="p0", iteration=20, began=18, before_s=0.5, after_s=1.0, error=0.02)
+    draw_watched(above, below, names=["p0", "p1"], glances=glances, alarms=[alarm], decisions=[], iterations=30)
+    named = [text.get_text() for text in above.get_legend().get_texts()]
+    assert named == ["p0", "alarm: slower", "alarm: faster"]
+    (fast,) = [line for line in above.get_lines() if line.get_label() == "p0"]
+    assert list(fast.get_ydata()) == [1.0, 0.5, 0.5, 0.5]
+    shares = [list(line.get_ydata()) for line in below.get_lines()]
+    # What moves no weights is free, and has no line.
+    assert [each[1:] for each in shares if len(each) == 3] == [[0.25, 0.5]]
+    assert below.get_xlabel() == "iteration"
+
+
+def test_a_run_in_which_nothing_was_seen_is_drawn_empty() -> None:
+    figure, ax = blank()
+    ax.remove()
+    above, below = figure.subplots(2, sharex=True)
+    draw_watched(above, below, names=["p0"], glances=[], alarms=[], decisions=[], iterations=5)
+    assert above.get_legend() is None
+
+
+def changed(members: tuple[str, ...], *, at_s: float, steps_lost: int = 0) -> MemberChange:
+    """One that halts all for 0.25 s, lays out the work in 0.25 s, and does half a second's work again."""
+    return MemberChange(
+        at_s=at_s,
+        reason="p1 died",
+        step=3,
+        settled="returned" if steps_lost else "redone",
+        steps_lost=steps_lost,
+        members=members,
+        halted_s=0.25,
+        laid_s=0.25,
+        lost_s=1.0,
+        moved_units=4,
+    )
+
+
+def test_each_rank_has_a_bar_from_its_joining_to_its_end_and_what_was_lost_is_a_stripe() -> None:
+    changes = (changed(("p0",), at_s=4.0), changed(("p0", "p2"), at_s=6.0, steps_lost=2))
+    report = ElasticReport(startup_s=1.0, total_s=10.0, changes=changes, first_members=("p0", "p1"))
+    _, ax = blank()
+    draw_members(ax, report)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["p0", "p1", "p2"]
+    spans = [[(path.get_extents().x0, path.get_extents().x1) for path in bar.get_paths()] for bar in ax.collections]
+    assert spans == [[(0.0, 10.0)], [(0.0, 4.0)], [(6.5, 10.0)]]
+    stripes = [(stripe.get_x(), stripe.get_x() + stripe.get_width()) for stripe in ax.patches if isinstance(stripe, Rectangle)]
+    assert stripes == [(3.5, 4.5), (5.5, 6.5)]
+    assert [text.get_text() for text in ax.texts] == ["1 s", "1 s, 2 steps"]
+    assert ax.get_title(loc="left") == "2 s of 10 s lost"
+
+
+def test_an_undisturbed_run_has_bars_alone() -> None:
+    _, ax = blank()
+    draw_members(ax, ElasticReport(startup_s=1.0, total_s=5.0, changes=(), first_members=("p0", "p1", "p2")))
+    assert len(ax.collections) == 3
+    assert not ax.patches
+
+
+figure = pytest.importorskip("matplotlib.figure", reason="needs the extra 'plot'")
+patches = pytest.importorskip("matplotlib.patches", reason="needs the extra 'plot'")
+
+
+def bars(schedule: Schedule, *, columns: int) -> list[list[tuple[float, float, float, tuple[float, ...]]]]:
+    """The coloured rectangles of each panel: (x, y, width, colour)."""
+    axes = figure.Figure().subplots(1, len(schedule.phases) + 1)
+    draw_schedule(axes, schedule, columns=columns)
+    return [
+        [(each.get_x(), each.get_y(), each.get_width(), each.get_facecolor()) for each in ax.patches if each.get_fill()]
+        for ax in axes
+    ]
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "shared"])
+def test_it_begins_with_one_contribution_each_and_ends_with_all(algorithm: str) -> None:
+    schedule = build(algorithm, ranks=8, size=64, hosts=["a"] * 4 + ["b"] * 4)
+    panels = bars(schedule, columns=4)
+    first, last = {bar[3] for bar in panels[0]}, {bar[3] for bar in panels[-1]}
+    assert [len(panels[0]), len(panels[-1])] == [8, 8]  # every vector of one colour
+    assert (len(first), len(last)) == (1, 1)
+    assert sum(next(iter(last))) < sum(next(iter(first)))  # darker
+
+
+def test_after_the_row_a_rank_has_a_quarter_and_after_the_column_it_is_whole() -> None:
+    schedule = build("torus", ranks=8, size=64, hosts=["a"] * 4 + ["b"] * 4, across="native")
+    _, row, column, last = bars(schedule, columns=4)
+    complete = last[0][3]
+    parts = [bar for bar in row if bar[3] != row[1][3]]
+    assert [bar[2] for bar in parts] == pytest.approx([0.72 / 4] * 8)
+    whole = [bar for bar in column if bar[3] == complete]
+    assert [bar[:3] for bar in whole] == [bar[:3] for bar in parts]
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    schedule = build("ring", ranks=4, size=8)
+    with pytest.raises(InputError, match="ring has 2 phases, so it needs one more axes, not 1"):
+        draw_schedule([figure.Figure().subplots()], schedule, columns=4)
+    with pytest.raises(InputError, match="2 to 32 ranks, not 64"):
+        draw_schedule([], build("ring", ranks=64, size=64), columns=8)
