@@ -20,7 +20,6 @@ from tatami.sim.processes import Runs
 from tatami.sim.server import simulate_server
 from tatami.sim.tiling import Startup, TimedTile
 from tatami.sim.tiling.calibrate import flop_of
-from tatami.testing.worlds import World
 from tatami.workload import net_workload
 
 JOB = RankJob(bandwidth_bytes_per_s=125e6)
@@ -206,15 +205,11 @@ def test_the_goals_are_of_the_median_and_the_95th_percentile() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
-def test_ranks_measure_all_tilings_in_turn(world: World) -> None:
+def test_ranks_measure_all_tilings_in_turn(comm: AbstractCommunicator) -> None:
     bed = bed_from_dict(
         {**BEDS[0].to_dict(), "speeds": [1.0, 0.5], "net": "8-16-4", "samples": 32, "tilings": 2, "block_s": 0.01}
     )
-
-    def body(comm: AbstractCommunicator) -> None:
-        found = found_by(bed, comm)
-        assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
-        assert found["cluster"].count("speed = ") == 2
-        assert 'net = "8-16-4"' in found["cluster"]
-
-    world(body)
+    found = found_by(bed, comm)
+    assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
+    assert found["cluster"].count("speed = ") == 2
+    assert 'net = "8-16-4"' in found["cluster"]

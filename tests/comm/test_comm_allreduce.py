@@ -98,16 +98,12 @@ def test_ranks_that_ask_for_different_things_are_named(comm: AbstractCommunicato
 
 
 @pytest.mark.ranks(2)
-def test_debug_mode_compares_shapes_at_every_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_compares_shapes_at_every_call(comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEBUG_VARIABLE, "1")
-
-    def body(comm: AbstractCommunicator) -> None:
-        tuned_allreduce(torch.ones(6), comm)
-        tuned_allreduce(torch.ones(2, 3), comm)
-        with pytest.raises(InputError, match=r"rank 0 has shape \(2, 3\), rank 1 has shape \(3, 2\)"):
-            tuned_allreduce(torch.ones(2, 3) if comm.rank == 0 else torch.ones(3, 2), comm)
-
-    world(body)
+    tuned_allreduce(torch.ones(6), comm)
+    tuned_allreduce(torch.ones(2, 3), comm)
+    with pytest.raises(InputError, match=r"rank 0 has shape \(2, 3\), rank 1 has shape \(3, 2\)"):
+        tuned_allreduce(torch.ones(2, 3) if comm.rank == 0 else torch.ones(3, 2), comm)
 
 
 @pytest.mark.ranks(4)

@@ -53,22 +53,18 @@ def fail_or_wait(comm: AbstractCommunicator, error: Exception, *, on: AbstractCo
     ],
 )
 def test_an_error_of_one_rank_ends_the_waits_of_all(
-    world: World, kind: type[Exception], text: str, expected: type[Exception], sentence: str
+    comm: AbstractCommunicator, kind: type[Exception], text: str, expected: type[Exception], sentence: str
 ) -> None:
     """Also on parts of the communicator; it goes on afterwards, and failures of all ranks end no wait."""
-
-    def body(comm: AbstractCommunicator) -> list[Any]:
-        part = comm.duplicate()
-        for on in (comm, part):
-            is_own = comm.rank == 1
-            with pytest.raises(kind if is_own else expected, match=None if is_own else sentence):
-                fail_or_wait(comm, kind(text), on=on)
-            for _ in range(3):
-                with pytest.raises(InputError, match="all"), fail_together(comm):
-                    raise InputError("all ranks")
-        return comm.allgather_object(comm.rank)
-
-    assert world(body) == [list(range(world.size))] * world.size
+    part = comm.duplicate()
+    for on in (comm, part):
+        is_own = comm.rank == 1
+        with pytest.raises(kind if is_own else expected, match=None if is_own else sentence):
+            fail_or_wait(comm, kind(text), on=on)
+        for _ in range(3):
+            with pytest.raises(InputError, match="all"), fail_together(comm):
+                raise InputError("all ranks")
+    assert comm.allgather_object(comm.rank) == list(range(comm.size))
 
 
 def test_the_nth_failure_of_a_rank_ends_waits_for_it_of_those_that_failed_less_often() -> None:
@@ -282,8 +278,5 @@ def test_an_error_of_communication_is_raised_where_it_is_and_not_told(comm: Abst
             decided_on_root(comm, fail)
 
 
-def test_problems_by_rank(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> dict[int, int]:
-        return problems_of(comm, comm.rank if comm.rank % 2 else None)
-
-    assert world(body) == [{rank: rank for rank in range(1, world.size, 2)}] * world.size
+def test_problems_by_rank(comm: AbstractCommunicator) -> None:
+    assert problems_of(comm, comm.rank if comm.rank % 2 else None) == {rank: rank for rank in range(1, comm.size, 2)}

@@ -131,25 +131,21 @@ def test_evaluation_between_forward_and_backward(world: World) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_checkpointed_regions_communicate_once(world: World) -> None:
+def test_checkpointed_regions_communicate_once(comm: AbstractCommunicator) -> None:
     def forward(x: torch.Tensor, comm: AbstractCommunicator) -> torch.Tensor:
         h = torch.tanh(x) * (comm.rank + 1)
         parts = functions.allgather(h, comm)
         neighbour = functions.sendrecv(h, comm, dest=(comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
         return torch.sin(torch.stack(parts).prod(0)) * torch.exp(neighbour)
 
-    def body(comm: AbstractCommunicator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        grads = []
-        for checkpointed in (False, True):
-            x = (X + comm.rank).requires_grad_()
-            y = checkpoint(forward, x, comm, use_reentrant=False) if checkpointed else forward(x, comm)
-            (y**2).sum().backward()
-            grads.append(x.grad)
-        return grads[0], grads[1]
-
-    for plain, checkpointed in world(body):
-        assert plain is not None
-        close(checkpointed, plain)
+    grads = []
+    for checkpointed in (False, True):
+        x = (X + comm.rank).requires_grad_()
+        y = checkpoint(forward, x, comm, use_reentrant=False) if checkpointed else forward(x, comm)
+        (y**2).sum().backward()
+        grads.append(x.grad)
+    assert grads[0] is not None
+    close(grads[1], grads[0])
 
 
 @pytest.mark.ranks(2)
@@ -186,31 +182,25 @@ def test_reentrant_checkpointing_is_refused(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_autocast(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[torch.dtype, torch.dtype, float]:
-        x = torch.ones(2, 2, requires_grad=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = functions.allgather(x @ x, comm)
-            z = (y[1 - comm.rank] @ x).sum()
-        z.backward()
-        assert x.grad is not None
-        return y[1 - comm.rank].dtype, x.grad.dtype, x.grad.sum().item()
-
-    for sent, grad, total in world(body):
-        assert (sent, grad) == (torch.bfloat16, torch.float32)
-        assert total == pytest.approx(3 * 16, rel=0.02)
+def test_autocast(comm: AbstractCommunicator) -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = functions.allgather(x @ x, comm)
+        z = (y[1 - comm.rank] @ x).sum()
+    z.backward()
+    assert x.grad is not None
+    sent, grad, total = y[1 - comm.rank].dtype, x.grad.dtype, x.grad.sum().item()
+    assert (sent, grad) == (torch.bfloat16, torch.float32)
+    assert total == pytest.approx(3 * 16, rel=0.02)
 
 
 @pytest.mark.ranks(2)
-def test_nothing_is_kept_after_backward(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[bool]:
-        x = X.clone().requires_grad_()
-        h = torch.sin(x)
-        y = functions.sendrecv(h, comm, dest=1 - comm.rank, source=1 - comm.rank)
-        z = functions.allreduce(y, comm)
-        kept = [weakref.ref(each) for each in (h, y, z)]
-        z.sum().backward()
-        del h, y, z
-        return [each() is None for each in kept]
-
-    assert world(body) == [[True] * 3] * 2
+def test_nothing_is_kept_after_backward(comm: AbstractCommunicator) -> None:
+    x = X.clone().requires_grad_()
+    h = torch.sin(x)
+    y = functions.sendrecv(h, comm, dest=1 - comm.rank, source=1 - comm.rank)
+    z = functions.allreduce(y, comm)
+    kept = [weakref.ref(each) for each in (h, y, z)]
+    z.sum().backward()
+    del h, y, z
+    assert [each() is None for each in kept] == [True] * 3

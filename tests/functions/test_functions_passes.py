@@ -91,16 +91,13 @@ def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(world: Worl
 
 
 @pytest.mark.ranks(2)
-def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float]:
-        x, w = scalar(1), scalar(3)
-        y = functions.allreduce(x, comm)
-        functions.backward(2 * y, retain_graph=True)
-        functions.backward(w**2)
-        functions.backward(3 * y)
-        return grad_of(x), grad_of(w)
-
-    assert world(body) == [(10.0, 6.0)] * 2
+def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(comm: AbstractCommunicator) -> None:
+    x, w = scalar(1), scalar(3)
+    y = functions.allreduce(x, comm)
+    functions.backward(2 * y, retain_graph=True)
+    functions.backward(w**2)
+    functions.backward(3 * y)
+    assert (grad_of(x), grad_of(w)) == (10.0, 6.0)
 
 
 @pytest.mark.ranks(2)
@@ -203,71 +200,61 @@ def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(world: 
 
 
 @pytest.mark.ranks(2)
-def test_functions_backward_of_a_loss_runs_the_pass_that_it_belongs_to(world: World) -> None:
+def test_functions_backward_of_a_loss_runs_the_pass_that_it_belongs_to(comm: AbstractCommunicator) -> None:
     """What another pass has received and not used so far is still there afterwards."""
-
-    def body(comm: AbstractCommunicator) -> list[float]:
-        passes = [functions.Pass(), functions.Pass()]
-        xs = [scalar(1), scalar(2)]
-        ys = []
-        for one, x in zip(passes, xs, strict=True):
-            with one:
-                ys.append(functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank))
-                functions.send(x, comm, dest=1 - comm.rank)
-                functions.recv(comm, source=1 - comm.rank)
-        functions.backward(10 * ys[1])
-        before = [x.grad is None for x in xs]
-        with passes[0]:
-            functions.backward(100 * ys[0])
-        assert before == [True, False]
-        return [grad_of(x) for x in xs]
-
-    assert world(body) == [[100.0, 10.0]] * 2
+    passes = [functions.Pass(), functions.Pass()]
+    xs = [scalar(1), scalar(2)]
+    ys = []
+    for one, x in zip(passes, xs, strict=True):
+        with one:
+            ys.append(functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank))
+            functions.send(x, comm, dest=1 - comm.rank)
+            functions.recv(comm, source=1 - comm.rank)
+    functions.backward(10 * ys[1])
+    before = [x.grad is None for x in xs]
+    with passes[0]:
+        functions.backward(100 * ys[0])
+    assert before == [True, False]
+    assert [grad_of(x) for x in xs] == [100.0, 10.0]
 
 
 @pytest.mark.ranks(2)
-def test_a_pass_spans_communicators_and_may_be_entered_again(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        other = comm.split(0)
-        assert other is not None
-        xs = [scalar(1), scalar(2)]
-        passes = [functions.Pass(), functions.Pass()]
-        totals = []
-        for one, x in zip(passes, xs, strict=True):
-            with one:
-                totals.append(functions.allreduce(x, comm))
-        for number, one in enumerate(passes):
-            with one:
-                totals[number] = functions.allreduce(totals[number], other)
-        for one, total in zip(passes, totals, strict=True):
-            one.backward(3 * total)
-        comm.barrier()
-        other.close()
-        return [grad_of(x) for x in xs]
-
-    assert world(body) == [[12.0, 12.0]] * 2
+def test_a_pass_spans_communicators_and_may_be_entered_again(comm: AbstractCommunicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    xs = [scalar(1), scalar(2)]
+    passes = [functions.Pass(), functions.Pass()]
+    totals = []
+    for one, x in zip(passes, xs, strict=True):
+        with one:
+            totals.append(functions.allreduce(x, comm))
+    for number, one in enumerate(passes):
+        with one:
+            totals[number] = functions.allreduce(totals[number], other)
+    for one, total in zip(passes, totals, strict=True):
+        one.backward(3 * total)
+    comm.barrier()
+    other.close()
+    assert [grad_of(x) for x in xs] == [12.0, 12.0]
 
 
 @pytest.mark.ranks(2)
-def test_a_chain_list_in_micro_batches(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        model = MultiNodeChainList(comm)
-        layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-        nn.init.constant_(layer.weight, 2.0)
-        if comm.rank == 0:
-            model.add_link(layer, rank_out=1)
-        else:
-            model.add_link(layer, rank_in=0)
-        passes, outputs = [functions.Pass() for _ in range(3)], []
-        for number, one in enumerate(passes):
-            with one:
-                outputs.append(model(torch.full((1, 1), number + 1.0, dtype=torch.float64)))
-        for one, output in zip(passes, outputs, strict=True):
-            one.backward(output.sum() if comm.rank == 1 else None)
-        assert layer.weight.grad is not None
-        return layer.weight.grad.flatten().tolist()
-
-    assert world(body) == [[2.0 * 6]] * 2
+def test_a_chain_list_in_micro_batches(comm: AbstractCommunicator) -> None:
+    model = MultiNodeChainList(comm)
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.constant_(layer.weight, 2.0)
+    if comm.rank == 0:
+        model.add_link(layer, rank_out=1)
+    else:
+        model.add_link(layer, rank_in=0)
+    passes, outputs = [functions.Pass() for _ in range(3)], []
+    for number, one in enumerate(passes):
+        with one:
+            outputs.append(model(torch.full((1, 1), number + 1.0, dtype=torch.float64)))
+    for one, output in zip(passes, outputs, strict=True):
+        one.backward(output.sum() if comm.rank == 1 else None)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.flatten().tolist() == [2.0 * 6]
 
 
 @pytest.mark.ranks(2)
@@ -295,42 +282,36 @@ def test_passes_must_correspond(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_gradient_of_a_pass_among_others(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        passes, xs, ys = [functions.Pass(), functions.Pass()], [scalar(2), scalar(3)], []
-        for one, x in zip(passes, xs, strict=True):
-            with one:
-                ys.append(functions.allreduce(x**2, comm))
-        found = []
-        for one, x, y in zip(passes, xs, ys, strict=True):
-            with one:
-                found.append(functions.grad(y, x)[0].item())
-        return found
-
-    assert world(body) == [[8.0, 12.0]] * 2
+def test_the_gradient_of_a_pass_among_others(comm: AbstractCommunicator) -> None:
+    passes, xs, ys = [functions.Pass(), functions.Pass()], [scalar(2), scalar(3)], []
+    for one, x in zip(passes, xs, strict=True):
+        with one:
+            ys.append(functions.allreduce(x**2, comm))
+    found = []
+    for one, x, y in zip(passes, xs, ys, strict=True):
+        with one:
+            found.append(functions.grad(y, x)[0].item())
+    assert found == [8.0, 12.0]
 
 
 # -- abandoned passes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_forward_pass_abandoned_on_a_closed_communicator_is_forgotten(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float:
-        other = comm.split(0)
-        assert other is not None
-        abandoned = functions.allreduce(scalar(1), other)
-        comm.barrier()  # both have what was sent
-        other.close()
-        x = scalar(2)
-        functions.allreduce(x, comm).backward()
-        functions.allreduce(x, comm)
-        functions.backward()
-        functions.backward(functions.allreduce(x, comm))
-        with pytest.raises(ClosedError, match=r"backward of allreduce at .*: this communicator was closed"):
-            abandoned.backward()
-        return grad_of(x)
-
-    assert world(body) == [2.0 * world.size] * world.size
+def test_a_forward_pass_abandoned_on_a_closed_communicator_is_forgotten(comm: AbstractCommunicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    abandoned = functions.allreduce(scalar(1), other)
+    comm.barrier()  # both have what was sent
+    other.close()
+    x = scalar(2)
+    functions.allreduce(x, comm).backward()
+    functions.allreduce(x, comm)
+    functions.backward()
+    functions.backward(functions.allreduce(x, comm))
+    with pytest.raises(ClosedError, match=r"backward of allreduce at .*: this communicator was closed"):
+        abandoned.backward()
+    assert grad_of(x) == 2.0 * comm.size
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------------

@@ -154,19 +154,15 @@ def test_the_references_case_that_was_wrong(world: World) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-12)])
-def test_a_mean_far_from_zero_keeps_its_variance(world: World, dtype: torch.dtype, rtol: float) -> None:
+def test_a_mean_far_from_zero_keeps_its_variance(comm: AbstractCommunicator, dtype: torch.dtype, rtol: float) -> None:
     """The mean of squares minus the square of the mean would leave nothing of it in the precision of the values."""
     x = 4096 + draw((12, CHANNELS), seed=6, dtype=torch.float64)
     expected = x.var(0)
-
-    def body(comm: AbstractCommunicator) -> torch.Tensor:
-        norm = MultiNodeBatchNorm(CHANNELS, comm, momentum=1.0, dtype=dtype)
-        norm(x.to(dtype)[part((3, 7, 2), comm.rank)])
-        assert norm.running_var is not None
-        return norm.running_var.double()
-
-    for variance in world(body):
-        torch.testing.assert_close(variance, expected, rtol=rtol, atol=0)
+    norm = MultiNodeBatchNorm(CHANNELS, comm, momentum=1.0, dtype=dtype)
+    norm(x.to(dtype)[part((3, 7, 2), comm.rank)])
+    assert norm.running_var is not None
+    variance = norm.running_var.double()
+    torch.testing.assert_close(variance, expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.ranks(2)

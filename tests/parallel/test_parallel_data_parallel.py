@@ -224,7 +224,7 @@ def test_weights_and_buffers_of_rank_0_are_everyones(comm: AbstractCommunicator)
     model.close()
 
 
-def test_outputs_may_be_nested_and_used_inside(world: World) -> None:
+def test_outputs_may_be_nested_and_used_inside(comm: AbstractCommunicator) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,16 +241,13 @@ def test_outputs_may_be_nested_and_used_inside(world: World) -> None:
         hidden += 1  # outputs may be changed in place
         return mse(hidden, y) + mse(more[0], y)
 
-    def body(comm: AbstractCommunicator) -> None:
-        x, y = batch(comm.size)
-        plain, own = Nested(), Nested()
-        model = DataParallel(own, comm)
-        loss(model(x=local(comm, x)), local(comm, y)).backward()
-        loss(plain(x=x), y).backward()
-        assert_same(gradients(own), gradients(plain))
-        model.close()
-
-    world(body)
+    x, y = batch(comm.size)
+    plain, own = Nested(), Nested()
+    model = DataParallel(own, comm)
+    loss(model(x=local(comm, x)), local(comm, y)).backward()
+    loss(plain(x=x), y).backward()
+    assert_same(gradients(own), gradients(plain))
+    model.close()
 
 
 def test_forward_without_gradients_talks_to_nobody(comm: AbstractCommunicator) -> None:

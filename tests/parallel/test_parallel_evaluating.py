@@ -30,24 +30,20 @@ def values_of(rank: int, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("counts", [(3, 5, 2, 7), (0, 4, 0, 1), (4, 4, 4, 4), (0, 0, 0, 0)])
-def test_means_are_over_the_samples_of_all_ranks(world: World, counts: tuple[int, ...]) -> None:
-    whole = torch.cat([values_of(rank, counts[rank]) for rank in range(world.size)])
+def test_means_are_over_the_samples_of_all_ranks(comm: AbstractCommunicator, counts: tuple[int, ...]) -> None:
+    whole = torch.cat([values_of(rank, counts[rank]) for rank in range(comm.size)])
+    mine = values_of(comm.rank, counts[comm.rank])  # the mean of none is NaN, and does not count
 
-    def body(comm: AbstractCommunicator) -> dict[str, float]:
-        mine = values_of(comm.rank, counts[comm.rank])  # the mean of none is NaN, and does not count
+    def evaluate() -> Measured:
+        return Measured(values={"b": mine.mean().item(), "a": mine.square().mean().item()}, num_samples=len(mine))
 
-        def evaluate() -> Measured:
-            return Measured(values={"b": mine.mean().item(), "a": mine.square().mean().item()}, num_samples=len(mine))
-
-        return MultiNodeEvaluator(evaluate, comm)()
-
-    for means in world(body):
-        if len(whole) == 0:
-            assert means == {}
-        else:
-            expected = {"a": whole.square().mean().item(), "b": whole.mean().item()}
-            assert list(means) == ["a", "b"]
-            assert means == pytest.approx(expected, rel=1e-12)
+    means = MultiNodeEvaluator(evaluate, comm)()
+    if len(whole) == 0:
+        assert means == {}
+    else:
+        expected = {"a": whole.square().mean().item(), "b": whole.mean().item()}
+        assert list(means) == ["a", "b"]
+        assert means == pytest.approx(expected, rel=1e-12)
 
 
 def test_names_that_only_some_ranks_have(world: World) -> None:
@@ -102,17 +98,16 @@ def test_results_of_all_batches_come_in_turn(world: World, length: int, batch_si
     assert world(body) == [expected] * world.size
 
 
-def test_ranks_with_many_more_batches_than_others(world: World) -> None:
+def test_ranks_with_many_more_batches_than_others(comm: AbstractCommunicator) -> None:
     def twice(batch: int) -> int:
         return 2 * batch
 
     def total(results: list[int]) -> int:
         return sum(results)
 
-    def body(comm: AbstractCommunicator) -> int:
-        return gather_evaluation([1] * (20 * comm.rank), comm, local=twice, aggregate=total)
-
-    assert world(body) == [2 * sum(20 * rank for rank in range(world.size))] * world.size
+    assert gather_evaluation([1] * (20 * comm.rank), comm, local=twice, aggregate=total) == 2 * sum(
+        20 * rank for rank in range(comm.size)
+    )
 
 
 @pytest.mark.parametrize("where", ["local", "aggregate"])
@@ -175,16 +170,14 @@ def test_observations_may_be_aggregated_in_another_way(comm: AbstractCommunicato
 # -- early stopping ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_ranks_stop_together_at_the_references_check(world: World) -> None:
+def test_all_ranks_stop_together_at_the_references_check(comm: AbstractCommunicator) -> None:
     """The reference's sequence: with a patience of 3 it first fires at check 7 of 8, and then again."""
     accuracies = [0.5, 0.5, 0.6, 0.7, 0.6, 0.4, 0.3, 0.2]
-
-    def body(comm: AbstractCommunicator) -> list[bool]:
-        stopping = EarlyStopping(comm, patience=3, mode="max")
-        # Every rank has values of its own, of which only the mean has this course.
-        return [stopping.check(accuracy + 0.1 * (comm.rank - (comm.size - 1) / 2)) for accuracy in accuracies]
-
-    assert world(body) == [[False] * 6 + [True] * 2] * world.size
+    stopping = EarlyStopping(comm, patience=3, mode="max")
+    # Every rank has values of its own, of which only the mean has this course.
+    assert [stopping.check(accuracy + 0.1 * (comm.rank - (comm.size - 1) / 2)) for accuracy in accuracies] == [False] * 6 + [
+        True
+    ] * 2
 
 
 def test_losses_stop_when_they_no_longer_fall_by_enough(comm: AbstractCommunicator) -> None:

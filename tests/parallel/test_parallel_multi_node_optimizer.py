@@ -270,22 +270,20 @@ def test_a_rank_that_does_not_step_is_named(comm: AbstractCommunicator) -> None:
     comm.barrier()
 
 
-def test_debug_mode_names_the_rank_whose_gradient_is_not_finite(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_names_the_rank_whose_gradient_is_not_finite(
+    comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TATAMI_DEBUG", "1")
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = nn.Linear(2, 2)
-        optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model)
-        before = model.weight.tolist()
-        model.bias.grad = torch.tensor([0.0, float("nan") if comm.rank == comm.size - 1 else 1.0])
-        with pytest.raises(
-            NotFiniteError, match=f"the gradient of bias on rank {comm.size - 1} of {comm.size} is not finite in step 1"
-        ):
-            optimizer.step()
-        assert model.weight.tolist() == before
-        optimizer.close()
-
-    world(body)
+    model = nn.Linear(2, 2)
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model)
+    before = model.weight.tolist()
+    model.bias.grad = torch.tensor([0.0, float("nan") if comm.rank == comm.size - 1 else 1.0])
+    with pytest.raises(
+        NotFiniteError, match=f"the gradient of bias on rank {comm.size - 1} of {comm.size} is not finite in step 1"
+    ):
+        optimizer.step()
+    assert model.weight.tolist() == before
+    optimizer.close()
 
 
 # -- without an optimizer ----------------------------------------------------------------------------------------------------

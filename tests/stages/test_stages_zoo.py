@@ -402,16 +402,12 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
-def test_functions_that_draw_are_refused_by_name(world: World, name: str, inside: bool) -> None:
+def test_functions_that_draw_are_refused_by_name(comm: AbstractCommunicator, name: str, inside: bool) -> None:
     layer = r"layer middle \(Inner\)" if inside else r"layer \(the model itself\) \(Draws\)"
     network = Draws(DRAWS[name], inside=inside).double()
     x = torch.ones(SAMPLES, 6, dtype=torch.float64)
-
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(ModelError, match=rf"{layer} draws random numbers in training"):
-            tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=staged(2, stages=2, cuts=(1,)), speeds="equal")
-
-    world(body)
+    with pytest.raises(ModelError, match=rf"{layer} draws random numbers in training"):
+        tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=staged(2, stages=2, cuts=(1,)), speeds="equal")
 
 
 class Looked(nn.Module):

@@ -99,7 +99,7 @@ def test_the_hooks_are_called_in_their_order(comm: AbstractCommunicator) -> None
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_callback_on_any_rank_stops_all(world: World) -> None:
+def test_a_callback_on_any_rank_stops_all(comm: AbstractCommunicator) -> None:
     class Stops(Callback):
         def __init__(self, last: bool) -> None:
             self._last = last
@@ -107,13 +107,10 @@ def test_a_callback_on_any_rank_stops_all(world: World) -> None:
         def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
             trainer.should_stop = self._last and trainer.iteration == 2
 
-    def body(comm: AbstractCommunicator) -> None:
-        trainer = trainer_of(comm, callbacks=[Stops(comm.rank == comm.size - 1)])
-        history = trainer.fit(inputs(), batch_size=8, epochs=4)
-        # The wish travels with the loss of the next update.
-        assert (len(history.losses), history.stopped) == (3, "callback")
-
-    world(body)
+    trainer = trainer_of(comm, callbacks=[Stops(comm.rank == comm.size - 1)])
+    history = trainer.fit(inputs(), batch_size=8, epochs=4)
+    # The wish travels with the loss of the next update.
+    assert (len(history.losses), history.stopped) == (3, "callback")
 
 
 @pytest.mark.ranks(1, 2)
@@ -217,7 +214,7 @@ def test_checkpoints_by_time(world: World, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.ranks(1, 3)
-def test_metrics_by_name(world: World) -> None:
+def test_metrics_by_name(comm: AbstractCommunicator) -> None:
     x, y = inputs()
     with torch.no_grad():
         output = NETWORK(x)
@@ -227,18 +224,14 @@ def test_metrics_by_name(world: World) -> None:
         "mean_squared_error": F.mse_loss(output, targets).item(),
         "mean_absolute_error": F.l1_loss(output, targets).item(),
     }
-
-    def body(comm: AbstractCommunicator) -> None:
-        trainer = trainer_of(comm)
-        found = trainer.evaluate((x, y), batch_size=7, metrics=["accuracy"])
-        assert found["accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
-        names = ["mean_squared_error", "mean_absolute_error"]
-        by_shape = trainer_of(comm, loss=nn.MSELoss())
-        assert by_shape.evaluate((x, targets), batch_size=7, metrics=names) == pytest.approx(expected)
-        with pytest.raises(InputError, match=r"metrics \['f1'\]: give a list of names among accuracy, mean_absolute_error"):
-            trainer.evaluate((x, y), batch_size=7, metrics=["f1"])
-
-    world(body)
+    trainer = trainer_of(comm)
+    found = trainer.evaluate((x, y), batch_size=7, metrics=["accuracy"])
+    assert found["accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
+    names = ["mean_squared_error", "mean_absolute_error"]
+    by_shape = trainer_of(comm, loss=nn.MSELoss())
+    assert by_shape.evaluate((x, targets), batch_size=7, metrics=names) == pytest.approx(expected)
+    with pytest.raises(InputError, match=r"metrics \['f1'\]: give a list of names among accuracy, mean_absolute_error"):
+        trainer.evaluate((x, y), batch_size=7, metrics=["f1"])
 
 
 def test_the_axis_of_classes_is_found_or_asked_for() -> None:

@@ -127,7 +127,7 @@ def test_frozen_after_tiling_and_thawed_again(world: World) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str, frozen: bool) -> None:
+def test_inputs_get_the_gradient_of_the_global_loss(comm: AbstractCommunicator, reduction: str, frozen: bool) -> None:
     """Also where no parameter has one."""
     built = mlp().requires_grad_(not frozen)
     whole = x_of(SAMPLES, 3, 4).requires_grad_()
@@ -135,15 +135,11 @@ def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str
     loss.backward()  # type: ignore[no-untyped-call]
     assert whole.grad is not None
     expected = whole.grad
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
-            x = model.local(x_of(SAMPLES, 3, 4)).clone().requires_grad_()
-            getattr(model(x).square(), reduction)().backward()
-            assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
-
-    world(body)
+    for layout in some_layouts(comm.size):
+        model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
+        x = model.local(x_of(SAMPLES, 3, 4)).clone().requires_grad_()
+        getattr(model(x).square(), reduction)().backward()
+        assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
 
 
 def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> None:
@@ -203,7 +199,7 @@ def test_layers_shared_by_name_stay_shared(world: World) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(world: World) -> None:
+def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(comm: AbstractCommunicator) -> None:
     """A loss that is still alive holds on to autograd's accumulators of the parameters as they were before the re-tiling."""
     plain = mlp()
     steps = optimizers(torch.float64)["adam"](plain.parameters())
@@ -213,27 +209,23 @@ def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(world: W
         plain(x_of(SAMPLES, 4, seed=seed + 10)).square().mean().backward()
         steps.step()
     built = mlp()
-
-    def body(comm: AbstractCommunicator) -> None:
-        layouts = some_layouts(comm.size)
-        model = tiled(built, comm, layout=layouts[-1], batch_size=SAMPLES)
-        steps = optimizers(torch.float64)["adam"](model.parameters())
-        identities = [id(parameter) for parameter in model.parameters()]
-        alive = []
-        for seed in range(3):
-            steps.zero_grad()
-            loss = model(model.local(x_of(SAMPLES, 4, seed=seed))).square().mean()
-            loss.backward()
-            alive.append(loss)
-            move(model, layouts[seed % len(layouts)], optimizer=steps)
-            model(model.local(x_of(SAMPLES, 4, seed=seed + 10))).square().mean().backward()
-            steps.step()
-        assert identities == [id(parameter) for parameter in model.parameters()]
-        assert [id(p) for group in steps.param_groups for p in group["params"]] == identities
-        assert {int(steps.state[p]["step"]) for p in model.parameters()} == {3}
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
-
-    world(body)
+    layouts = some_layouts(comm.size)
+    model = tiled(built, comm, layout=layouts[-1], batch_size=SAMPLES)
+    steps = optimizers(torch.float64)["adam"](model.parameters())
+    identities = [id(parameter) for parameter in model.parameters()]
+    alive = []
+    for seed in range(3):
+        steps.zero_grad()
+        loss = model(model.local(x_of(SAMPLES, 4, seed=seed))).square().mean()
+        loss.backward()
+        alive.append(loss)
+        move(model, layouts[seed % len(layouts)], optimizer=steps)
+        model(model.local(x_of(SAMPLES, 4, seed=seed + 10))).square().mean().backward()
+        steps.step()
+    assert identities == [id(parameter) for parameter in model.parameters()]
+    assert [id(p) for group in steps.param_groups for p in group["params"]] == identities
+    assert {int(steps.state[p]["step"]) for p in model.parameters()} == {3}
+    assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
 
 
 @pytest.mark.ranks(2, 3, 4)

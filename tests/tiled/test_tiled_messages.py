@@ -44,27 +44,23 @@ def two_pairs() -> nn.Module:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("input_gradient", [False, True])
-def test_one_tensor_parallel_exchange_a_pair_and_direction(world: World, input_gradient: bool) -> None:
+def test_one_tensor_parallel_exchange_a_pair_and_direction(comm: AbstractCommunicator, input_gradient: bool) -> None:
     built = two_pairs()
-
-    def body(comm: AbstractCommunicator) -> tuple[int, int, int, int]:
-        model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=6)
-        replica = model._replica.comm
-        assert replica is not None
-        sums: list[Any] = []
-        sends: list[Any] = []
-        count(replica, "allreduce" if comm.size > 2 else "isend", sums)
-        count(model.comm, "isend", sends)
-        with torch.no_grad():
-            model(model.local(torch.rand(6, 4)))
-        evaluated = len(sums)
-        x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_(input_gradient)
-        loss = model(model.local(x)).sum()
-        forward = len(sums) - evaluated
-        torch.autograd.backward(loss)
-        return evaluated, forward, len(sums) - forward - evaluated, len(sends)
-
-    assert world(body) == [(2, 2, 2 if input_gradient else 1, 0)] * world.size
+    model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=6)
+    replica = model._replica.comm
+    assert replica is not None
+    sums: list[Any] = []
+    sends: list[Any] = []
+    count(replica, "allreduce" if comm.size > 2 else "isend", sums)
+    count(model.comm, "isend", sends)
+    with torch.no_grad():
+        model(model.local(torch.rand(6, 4)))
+    evaluated = len(sums)
+    x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_(input_gradient)
+    loss = model(model.local(x)).sum()
+    forward = len(sums) - evaluated
+    torch.autograd.backward(loss)
+    assert (evaluated, forward, len(sums) - forward - evaluated, len(sends)) == (2, 2, 2 if input_gradient else 1, 0)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -141,50 +137,42 @@ def test_half_precision_is_summed_in_single(comm: AbstractCommunicator) -> None:
     assert torch.equal(replicated, expected.expand(4))
 
 
-def test_all_tags_of_the_users_communicator_are_the_users(world: World) -> None:
+def test_all_tags_of_the_users_communicator_are_the_users(comm: AbstractCommunicator) -> None:
     """Messages of the user's that are under way while the model trains, moves its rows and gathers its weights."""
     plain = two_pairs().double()
     x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.autograd.backward(plain(x).square().mean())
     expected = gradients(plain)
     built = two_pairs().double()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=6)
-        others = [rank for rank in range(comm.size) if rank != comm.rank]
-        given = [(rank, tag, torch.tensor([100.0 * comm.rank + tag])) for rank in others for tag in range(16)]
-        requests = [comm.isend(tensor, rank, tag=tag) for rank, tag, tensor in given]
-        torch.autograd.backward(model(model.local(x)).square().mean())
-        assert_close(whole_gradients(model), expected, what="gradients")
-        move(model, some_layouts(comm.size)[0], optimizer=None)
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="weights")
-        for rank in others:
-            for tag in reversed(range(16)):
-                room = torch.empty(1)
-                comm.recv(room, rank, tag=tag)
-                assert room.item() == 100.0 * rank + tag
-        for request in requests:
-            request.wait()
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=6)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    given = [(rank, tag, torch.tensor([100.0 * comm.rank + tag])) for rank in others for tag in range(16)]
+    requests = [comm.isend(tensor, rank, tag=tag) for rank, tag, tensor in given]
+    torch.autograd.backward(model(model.local(x)).square().mean())
+    assert_close(whole_gradients(model), expected, what="gradients")
+    move(model, some_layouts(comm.size)[0], optimizer=None)
+    assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="weights")
+    for rank in others:
+        for tag in reversed(range(16)):
+            room = torch.empty(1)
+            comm.recv(room, rank, tag=tag)
+            assert room.item() == 100.0 * rank + tag
+    for request in requests:
+        request.wait()
 
 
-def test_a_closed_model_sends_nothing_and_leaves_the_users_communicator_alone(world: World) -> None:
+def test_a_closed_model_sends_nothing_and_leaves_the_users_communicator_alone(comm: AbstractCommunicator) -> None:
     built = two_pairs()
-
-    def body(comm: AbstractCommunicator) -> int:
-        model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=6)
-        x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
-        model.close()
-        model.close()
-        if comm.size > 1:
-            with pytest.raises(ClosedError):
-                model(model.local(x))
+    model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=6)
+    x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
+    model.close()
+    model.close()
+    if comm.size > 1:
         with pytest.raises(ClosedError):
-            whole_state_dict(model) if comm.size > 1 else model.comm.barrier()
-        return sum(comm.allgather_object(comm.rank))
-
-    assert world(body) == [sum(range(world.size))] * world.size
+            model(model.local(x))
+    with pytest.raises(ClosedError):
+        whole_state_dict(model) if comm.size > 1 else model.comm.barrier()
+    assert sum(comm.allgather_object(comm.rank)) == sum(range(comm.size))
 
 
 @pytest.mark.ranks(2, 3, 4)

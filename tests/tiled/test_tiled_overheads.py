@@ -55,29 +55,25 @@ def test_a_message_takes_no_less_than_one_of_a_burst(messages: list[int]) -> Non
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("is_row", [True, False])
-def test_an_iteration_has_the_messages_that_it_is_divided_by(world: World, is_row: bool, blocks: int) -> None:
-    size = world.size
+def test_an_iteration_has_the_messages_that_it_is_divided_by(comm: AbstractCommunicator, is_row: bool, blocks: int) -> None:
+    size = comm.size
     layout = simple_layout(*([rank] for rank in range(size))) if is_row else simple_layout(list(range(size)))
+    apart = Placed(comm, hosts=tuple(f"host-{rank}" for rank in range(size)))
+    model = small_model(apart, layout, blocks=blocks)
+    x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
+    mse(model(x), y).backward()  # the ranks compare their batches in the first pass
+    x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
+    mse(model(x), y).backward()
+    x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
+    parts = [each for each in (model.comm, model._replica.comm) if isinstance(each, Placed)]
 
-    def body(comm: AbstractCommunicator) -> tuple[float, int]:
-        apart = Placed(comm, hosts=tuple(f"host-{rank}" for rank in range(size)))
-        model = small_model(apart, layout, blocks=blocks)
-        x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
-        mse(model(x), y).backward()  # the ranks compare their batches in the first pass
-        x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
-        mse(model(x), y).backward()
-        x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
-        parts = [each for each in (model.comm, model._replica.comm) if isinstance(each, Placed)]
+    def num_messages() -> int:
+        return sum(each.num_messages(name) for each in parts for name in ("isend", "irecv"))
 
-        def num_messages() -> int:
-            return sum(each.num_messages(name) for each in parts for name in ("isend", "irecv"))
-
-        before = num_messages()
-        mse(model(x), y).backward()
-        return messages_of(model), num_messages() - before
-
-    for counted, sent in world(body):
-        assert counted == sent
+    before = num_messages()
+    mse(model(x), y).backward()
+    counted, sent = messages_of(model), num_messages() - before
+    assert counted == sent
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -173,14 +169,10 @@ def test_plans_reckon_with_it() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_model_knows_what_was_probed_of_its_blocks(world: World) -> None:
+def test_a_model_knows_what_was_probed_of_its_blocks(comm: AbstractCommunicator) -> None:
     cluster = replace(Cluster.from_speeds([1.0, 1.0]), sample_flop={"20-64-5": SAMPLE_FLOP, "20-32-5": 1.0})
-
-    def body(comm: AbstractCommunicator) -> None:
-        for units, sample_flop in ((64, SAMPLE_FLOP), (32, 1.0), (16, 0.0)):
-            network = nn.Sequential(nn.Linear(20, units), nn.Sigmoid(), nn.Linear(units, 5))
-            model = tile(network, comm, speeds=cluster, batch_size=8, quiet=True)
-            assert model.workload.sample_flop == sample_flop
-            model.close()
-
-    world(body)
+    for units, sample_flop in ((64, SAMPLE_FLOP), (32, 1.0), (16, 0.0)):
+        network = nn.Sequential(nn.Linear(20, units), nn.Sigmoid(), nn.Linear(units, 5))
+        model = tile(network, comm, speeds=cluster, batch_size=8, quiet=True)
+        assert model.workload.sample_flop == sample_flop
+        model.close()

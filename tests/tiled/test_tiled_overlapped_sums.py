@@ -94,31 +94,23 @@ def tiled(comm: AbstractCommunicator) -> tuple[TiledModel, Branching]:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_weights_are_those_of_one_machine_though_a_layer_is_left_out_of_some_steps(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        model, inner = tiled(comm)
-        train(model, lambda x, y: [(*model.local(x, y), 1.0)], inner)
-        assert model._overlapped is not None
-        assert model._overlapped._buckets is not None
-        found = model.module.state_dict()
-        model.close()
-        return found
-
-    for found in world(body):
-        assert_close(found, expected(), what="weights")
+def test_weights_are_those_of_one_machine_though_a_layer_is_left_out_of_some_steps(comm: AbstractCommunicator) -> None:
+    model, inner = tiled(comm)
+    train(model, lambda x, y: [(*model.local(x, y), 1.0)], inner)
+    assert model._overlapped is not None
+    assert model._overlapped._buckets is not None
+    found = model.module.state_dict()
+    model.close()
+    assert_close(found, expected(), what="weights")
 
 
 @pytest.mark.ranks(2, 3)
-def test_gradients_accumulate(world: World) -> None:
+def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     """What is equal on all ranks is not summed again."""
-
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        model, inner = tiled(comm)
-        train(model, lambda x, y: [(*model.local(x, y), 0.25), (*model.local(x, y), 0.75)], inner)
-        return model.module.state_dict()
-
-    for found in world(body):
-        assert_close(found, expected(), what="weights")
+    model, inner = tiled(comm)
+    train(model, lambda x, y: [(*model.local(x, y), 0.25), (*model.local(x, y), 0.75)], inner)
+    found = model.module.state_dict()
+    assert_close(found, expected(), what="weights")
 
 
 @pytest.mark.ranks(2, 3)

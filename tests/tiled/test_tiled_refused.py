@@ -230,17 +230,13 @@ class Quiet(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_noise_that_was_not_seen_is_refused_in_the_first_pass(world: World) -> None:
+def test_noise_that_was_not_seen_is_refused_in_the_first_pass(comm: AbstractCommunicator) -> None:
     line = r"draws random numbers at test_tiled_refused.py:\d+ `return .* torch.randn\(4\)` \(aten.randn.default\)"
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
-        with pytest.raises(ModelError, match=line):
-            model(model.local(torch.ones(8, 4)))
-        model = tile(Quiet(), comm, batch_size=8, speeds="equal", reduction="mean")
-        assert model(model.local(torch.ones(8, 4))).shape == (4, 4)
-
-    world(body)
+    model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
+    with pytest.raises(ModelError, match=line):
+        model(model.local(torch.ones(8, 4)))
+    model = tile(Quiet(), comm, batch_size=8, speeds="equal", reduction="mean")
+    assert model(model.local(torch.ones(8, 4))).shape == (4, 4)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -379,7 +375,7 @@ def test_a_layout_of_strangers_changes_nothing(comm: AbstractCommunicator) -> No
 
 
 @pytest.mark.ranks(2)
-def test_dropout_off_the_sample_axis(world: World) -> None:
+def test_dropout_off_the_sample_axis(comm: AbstractCommunicator) -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -388,12 +384,9 @@ def test_dropout_off_the_sample_axis(world: World) -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return self.drop(self.pair(x).flatten(0, 1))
 
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(Turned(), comm, layout=some_layouts(2)[1], batch_size=6)
-        with pytest.raises(InputError, match=r"dropout got \d+ rows where"):
-            model(model.local(torch.linspace(0, 1, 72).view(6, 3, 4)))
-
-    world(body)
+    model = tiled(Turned(), comm, layout=some_layouts(2)[1], batch_size=6)
+    with pytest.raises(InputError, match=r"dropout got \d+ rows where"):
+        model(model.local(torch.linspace(0, 1, 72).view(6, 3, 4)))
 
 
 @pytest.mark.ranks(1, 2)

@@ -99,51 +99,43 @@ def test_noise_that_replicas_draw_for_themselves_is_refused_in_debug_mode_only(
 
 
 @pytest.mark.ranks(2, 3)
-def test_debug_mode_looks_at_every_number_in_every_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_looks_at_every_number_in_every_pass(comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEBUG_VARIABLE, "1")
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
-        for number in range(7):
-            x, y = batch(seed=number)
-            if number == 6 and comm.rank == 1:
-                y[17] = (y[17] + 1) % 3
-                with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
-                    step(model, x, y)
-            elif number == 6:
-                with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
-                    step(model, x, y)
-            else:
+    model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
+    for number in range(7):
+        x, y = batch(seed=number)
+        if number == 6 and comm.rank == 1:
+            y[17] = (y[17] + 1) % 3
+            with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
                 step(model, x, y)
-
-    world(body)
+        elif number == 6:
+            with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
+                step(model, x, y)
+        else:
+            step(model, x, y)
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_ranks_compare_in_few_passes_and_what_they_compute_is_the_same(world: World) -> None:
+def test_ranks_compare_in_few_passes_and_what_they_compute_is_the_same(comm: AbstractCommunicator) -> None:
     plain, built = network(), network()
     for number in range(10):
         x, y = batch(seed=number)
         torch.autograd.backward(F.cross_entropy(plain(x), y))
+    model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
+    asked: list[int] = []
+    original = model.comm.allgather_object
 
-    def body(comm: AbstractCommunicator) -> list[int]:
-        model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
-        asked: list[int] = []
-        original = model.comm.allgather_object
+    def noting(value: Any) -> list[Any]:
+        asked.append(number)
+        return original(value)
 
-        def noting(value: Any) -> list[Any]:
-            asked.append(number)
-            return original(value)
-
-        model.comm.allgather_object = noting  # type: ignore[method-assign]
-        for number in range(10):
-            step(model, *batch(seed=number))
-        del model.comm.allgather_object
-        assert_close(whole_gradients(model), gradients(plain), what="gradients")
-        return asked
-
-    assert world(body) == [[0, 1, 3, 7] if world.size > 1 else []] * world.size
+    model.comm.allgather_object = noting  # type: ignore[method-assign]
+    for number in range(10):
+        step(model, *batch(seed=number))
+    del model.comm.allgather_object
+    assert_close(whole_gradients(model), gradients(plain), what="gradients")
+    assert asked == ([0, 1, 3, 7] if comm.size > 1 else [])
 
 
 def test_a_batch_that_is_used_again_is_the_same_one(comm: AbstractCommunicator) -> None:
