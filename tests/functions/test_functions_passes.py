@@ -42,52 +42,44 @@ def sends_three(comm: AbstractCommunicator) -> list[float]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("end", [torch.Tensor.backward, functions.backward])
-def test_a_second_loss_of_a_pass_that_is_over_is_refused(world: World, end: Callable[[torch.Tensor], None]) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        if comm.rank == 0:
-            return sends_three(comm)
-        losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
-        end(losses[0])
-        for loss in losses[1:]:
-            with pytest.raises(CommError, match=r"recv at .*functions_passes.py:\d+ comes to a pass that is over"):
-                end(loss)
-        return []
-
-    assert world(body)[0] == [1.0, 1.0]
+def test_a_second_loss_of_a_pass_that_is_over_is_refused(
+    comm: AbstractCommunicator, end: Callable[[torch.Tensor], None]
+) -> None:
+    if comm.rank == 0:
+        assert sends_three(comm) == [1.0, 1.0]
+        return
+    losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
+    end(losses[0])
+    for loss in losses[1:]:
+        with pytest.raises(CommError, match=r"recv at .*functions_passes.py:\d+ comes to a pass that is over"):
+            end(loss)
 
 
 @pytest.mark.ranks(2)
-def test_one_backward_over_all_losses_gives_the_whole_gradient(world: World) -> None:
+def test_one_backward_over_all_losses_gives_the_whole_gradient(comm: AbstractCommunicator) -> None:
     """What the error of the test above says to do."""
-
-    def body(comm: AbstractCommunicator) -> list[float]:
-        if comm.rank == 0:
-            return sends_three(comm)
-        losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-        return []
-
-    assert world(body)[0] == [6.0, 6.0]
+    if comm.rank == 0:
+        assert sends_three(comm) == [6.0, 6.0]
+        return
+    losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.ranks(2)
-def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float:
-        if comm.rank == 0:
-            x = scalar(1)
-            functions.send(x, comm, dest=1)
-            functions.backward(retain_graph=True)
-            functions.backward()
-            functions.backward()  # nothing is left
-            return grad_of(x)
-        y = functions.recv(comm, source=0)
-        functions.backward(2 * y, retain_graph=True)
-        functions.backward(3 * y)
-        with pytest.raises(CommError, match="comes to a pass that is over"):
-            functions.backward(4 * y)
-        return 0.0
-
-    assert world(body)[0] == 5
+def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(1)
+        functions.send(x, comm, dest=1)
+        functions.backward(retain_graph=True)
+        functions.backward()
+        functions.backward()  # nothing is left
+        assert grad_of(x) == 5
+        return
+    y = functions.recv(comm, source=0)
+    functions.backward(2 * y, retain_graph=True)
+    functions.backward(3 * y)
+    with pytest.raises(CommError, match="comes to a pass that is over"):
+        functions.backward(4 * y)
 
 
 @pytest.mark.ranks(2)
@@ -101,20 +93,17 @@ def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(comm
 
 
 @pytest.mark.ranks(2)
-def test_a_retained_pass_is_not_run_again_with_the_next_one(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            x, z = scalar(1), scalar(1)
-            functions.send(x, comm, dest=1)
-            functions.backward(retain_graph=True)
-            functions.send(z, comm, dest=1)
-            functions.backward()
-            return grad_of(x), grad_of(z)
-        functions.recv(comm, source=0).backward(retain_graph=True)
-        (7 * functions.recv(comm, source=0)).backward()
-        return None
-
-    assert world(body)[0] == (1, 7)
+def test_a_retained_pass_is_not_run_again_with_the_next_one(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x, z = scalar(1), scalar(1)
+        functions.send(x, comm, dest=1)
+        functions.backward(retain_graph=True)
+        functions.send(z, comm, dest=1)
+        functions.backward()
+        assert (grad_of(x), grad_of(z)) == (1, 7)
+        return
+    functions.recv(comm, source=0).backward(retain_graph=True)
+    (7 * functions.recv(comm, source=0)).backward()
 
 
 # -- several passes in flight ------------------------------------------------------------------------------------------------
@@ -178,25 +167,22 @@ def test_micro_batches_in_flight(world: World, schedule: Callable[[int, int], li
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        if comm.rank == 0:
-            x = torch.ones(2, requires_grad=True)
-            for factor in (1, 2, 3):
-                with functions.Pass():
-                    functions.send(factor * x, comm, dest=1)
-            functions.backward()
-            assert x.grad is not None
-            return x.grad.tolist()
-        losses = []
-        for _ in range(3):
+def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = torch.ones(2, requires_grad=True)
+        for factor in (1, 2, 3):
             with functions.Pass():
-                losses.append(functions.recv(comm, source=0).sum())
-        for loss in losses:
-            loss.backward()
-        return []
-
-    assert world(body)[0] == [6.0, 6.0]
+                functions.send(factor * x, comm, dest=1)
+        functions.backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [6.0, 6.0]
+        return
+    losses = []
+    for _ in range(3):
+        with functions.Pass():
+            losses.append(functions.recv(comm, source=0).sum())
+    for loss in losses:
+        loss.backward()
 
 
 @pytest.mark.ranks(2)

@@ -28,87 +28,71 @@ def grad_of(x: torch.Tensor) -> float:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("second_first", [False, True])
-def test_two_sends_do_not_swap_their_gradients(world: World, second_first: bool) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            z1, z2 = scalar(1), scalar(2)
-            functions.send(z1, comm, dest=1)
-            functions.send(z2, comm, dest=1)
-            functions.backward()
-            return grad_of(z1), grad_of(z2)
-        y1, y2 = functions.recv(comm, source=0), functions.recv(comm, source=0)
-        (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
-        return None
-
-    assert world(body)[0] == (10, 100)
+def test_two_sends_do_not_swap_their_gradients(comm: AbstractCommunicator, second_first: bool) -> None:
+    if comm.rank == 0:
+        z1, z2 = scalar(1), scalar(2)
+        functions.send(z1, comm, dest=1)
+        functions.send(z2, comm, dest=1)
+        functions.backward()
+        assert (grad_of(z1), grad_of(z2)) == (10, 100)
+        return
+    y1, y2 = functions.recv(comm, source=0), functions.recv(comm, source=0)
+    (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
 
 
 @pytest.mark.ranks(2)
-def test_tags_are_received_in_any_order(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            z1, z2 = scalar(1), scalar(2)
-            functions.send(z1, comm, dest=1, tag=5)
-            functions.send(z2, comm, dest=1, tag=4_000_000_000)
-            functions.backward()
-            return grad_of(z1), grad_of(z2)
-        y2, y1 = functions.recv(comm, source=0, tag=4_000_000_000), functions.recv(comm, source=0, tag=5)
-        assert (y1.item(), y2.item()) == (1, 2)
-        (10 * y1 + 100 * y2).backward()
-        return None
-
-    assert world(body)[0] == (10, 100)
+def test_tags_are_received_in_any_order(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        z1, z2 = scalar(1), scalar(2)
+        functions.send(z1, comm, dest=1, tag=5)
+        functions.send(z2, comm, dest=1, tag=4_000_000_000)
+        functions.backward()
+        assert (grad_of(z1), grad_of(z2)) == (10, 100)
+        return
+    y2, y1 = functions.recv(comm, source=0, tag=4_000_000_000), functions.recv(comm, source=0, tag=5)
+    assert (y1.item(), y2.item()) == (1, 2)
+    (10 * y1 + 100 * y2).backward()
 
 
 @pytest.mark.ranks(2)
-def test_the_manuals_two_sends(world: World) -> None:
+def test_the_manuals_two_sends(comm: AbstractCommunicator) -> None:
     """`pseudo_connect(phi1, phi2)`, then backward of that: it never came to the second send."""
-
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            z1, z2 = scalar(1), scalar(2)
-            phi1 = functions.send(z1, comm, dest=1)
-            phi2 = functions.send(z2, comm, dest=1, delegate=phi1)
-            (psi,) = functions.pseudo_connect(phi1, phi2)
-            psi.backward()  # type: ignore[no-untyped-call]
-            return grad_of(z1), grad_of(z2)
-        y1 = functions.recv(comm, source=0)
-        y2 = functions.recv(comm, source=0, delegate=y1)
-        (10 * y1 * y2).backward()
-        return None
-
-    assert world(body)[0] == (20, 10)
+    if comm.rank == 0:
+        z1, z2 = scalar(1), scalar(2)
+        phi1 = functions.send(z1, comm, dest=1)
+        phi2 = functions.send(z2, comm, dest=1, delegate=phi1)
+        (psi,) = functions.pseudo_connect(phi1, phi2)
+        psi.backward()  # type: ignore[no-untyped-call]
+        assert (grad_of(z1), grad_of(z2)) == (20, 10)
+        return
+    y1 = functions.recv(comm, source=0)
+    y2 = functions.recv(comm, source=0, delegate=y1)
+    (10 * y1 * y2).backward()
 
 
 @pytest.mark.ranks(2)
-def test_a_received_tensor_that_reaches_no_loss_sends_zeros(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            used, unused = scalar(1), scalar(2)
-            functions.send(used, comm, dest=1)
-            functions.send(unused, comm, dest=1)
-            functions.backward()
-            return grad_of(used), grad_of(unused)
-        y = functions.recv(comm, source=0)
-        functions.recv(comm, source=0)
-        (3 * y).backward()
-        return None
-
-    assert world(body)[0] == (3, 0)
+def test_a_received_tensor_that_reaches_no_loss_sends_zeros(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        used, unused = scalar(1), scalar(2)
+        functions.send(used, comm, dest=1)
+        functions.send(unused, comm, dest=1)
+        functions.backward()
+        assert (grad_of(used), grad_of(unused)) == (3, 0)
+        return
+    y = functions.recv(comm, source=0)
+    functions.recv(comm, source=0)
+    (3 * y).backward()
 
 
 @pytest.mark.ranks(2)
-def test_an_unused_member_of_a_tuple_sends_zeros(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            used, unused = scalar(1), scalar(2)
-            functions.send((used, unused), comm, dest=1)
-            functions.backward()
-            return grad_of(used), grad_of(unused)
-        (3 * functions.recv(comm, source=0)[0]).backward()
-        return None
-
-    assert world(body)[0] == (3, 0)
+def test_an_unused_member_of_a_tuple_sends_zeros(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        used, unused = scalar(1), scalar(2)
+        functions.send((used, unused), comm, dest=1)
+        functions.backward()
+        assert (grad_of(used), grad_of(unused)) == (3, 0)
+        return
+    (3 * functions.recv(comm, source=0)[0]).backward()
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -141,22 +125,18 @@ def test_bcast_of_what_was_gathered(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_send_after_everything_the_loss_needs(world: World) -> None:
+def test_a_send_after_everything_the_loss_needs(comm: AbstractCommunicator) -> None:
     """The loss of rank 1 knows nothing of its last send, which its first input reaches as well."""
-
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x, comm, dest=1)
-            (5 * functions.recv(comm, source=1)).backward()
-            return grad_of(x)
-        y = functions.recv(comm, source=0)
-        h = y**2
-        functions.send(h**2, comm, dest=0)
-        (3 * h).backward()
-        return None
-
-    assert world(body)[0] == 3 * 2 * 2 + 5 * 4 * 2**3
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x, comm, dest=1)
+        (5 * functions.recv(comm, source=1)).backward()
+        assert grad_of(x) == 3 * 2 * 2 + 5 * 4 * 2**3
+        return
+    y = functions.recv(comm, source=0)
+    h = y**2
+    functions.send(h**2, comm, dest=0)
+    (3 * h).backward()
 
 
 @pytest.mark.ranks(2)
@@ -174,21 +154,18 @@ def test_a_local_loss_leaves_the_chain_alone(world: World) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_ranks_without_a_loss(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x, comm, dest=1)
-            functions.backward()
-            return grad_of(x)
-        if comm.rank == 1:
-            functions.send(functions.recv(comm, source=0) ** 2, comm, dest=2)
-            functions.backward()
-            return None
-        (functions.recv(comm, source=1) ** 2).backward()
-        return None
-
-    assert world(body)[0] == 4 * 2**3
+def test_ranks_without_a_loss(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x, comm, dest=1)
+        functions.backward()
+        assert grad_of(x) == 4 * 2**3
+        return
+    if comm.rank == 1:
+        functions.send(functions.recv(comm, source=0) ** 2, comm, dest=2)
+        functions.backward()
+        return
+    (functions.recv(comm, source=1) ** 2).backward()
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -204,19 +181,16 @@ def test_a_replicated_loss_is_shared(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_needs_no_gradient_gets_none(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> bool | None:
-        if comm.rank == 0:
-            functions.send(torch.ones(2), comm, dest=1)
-            functions.backward()
-            return None
-        y = functions.recv(comm, source=0)
-        w = scalar(1)
-        (w * y).sum().backward()
-        assert grad_of(w) == 2
-        return bool(y.requires_grad)
-
-    assert world(body)[1] is False
+def test_what_needs_no_gradient_gets_none(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        functions.send(torch.ones(2), comm, dest=1)
+        functions.backward()
+        return
+    y = functions.recv(comm, source=0)
+    w = scalar(1)
+    (w * y).sum().backward()
+    assert grad_of(w) == 2
+    assert bool(y.requires_grad) is False
 
 
 @pytest.mark.ranks(2)
@@ -250,25 +224,22 @@ def test_two_communicators_run_backward_in_the_mirrored_order(comm: AbstractComm
 
 
 @pytest.mark.ranks(2)
-def test_graphs_can_be_retained(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x**2, comm, dest=1)
-            delegate = functions.send(x**3, comm, dest=1)
-            delegate.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            delegate.backward()  # type: ignore[no-untyped-call]
-            functions.send(x, comm, dest=1)
-            functions.backward()
-            return grad_of(x)
-        y = functions.recv(comm, source=0)
-        functions.recv(comm, source=0)
-        y.backward(retain_graph=True)
-        (10 * y).backward()
-        functions.recv(comm, source=0).backward()
-        return None
-
-    assert world(body)[0] == 4 + 40 + 1
+def test_graphs_can_be_retained(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x**2, comm, dest=1)
+        delegate = functions.send(x**3, comm, dest=1)
+        delegate.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        delegate.backward()  # type: ignore[no-untyped-call]
+        functions.send(x, comm, dest=1)
+        functions.backward()
+        assert grad_of(x) == 4 + 40 + 1
+        return
+    y = functions.recv(comm, source=0)
+    functions.recv(comm, source=0)
+    y.backward(retain_graph=True)
+    (10 * y).backward()
+    functions.recv(comm, source=0).backward()
 
 
 def test_pseudo_connect_is_the_identity() -> None:
@@ -285,20 +256,17 @@ def test_pseudo_connect_is_the_identity() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_backward_to_some_inputs_visits_all_the_same(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x**2, comm, dest=1)
-            functions.backward()
-            return grad_of(x)
-        w = scalar(3)
-        y = functions.recv(comm, source=0)
-        torch.autograd.backward(w * y, inputs=[w])
-        assert grad_of(w) == 4
-        return None
-
-    assert world(body)[0] == 12
+def test_backward_to_some_inputs_visits_all_the_same(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x**2, comm, dest=1)
+        functions.backward()
+        assert grad_of(x) == 12
+        return
+    w = scalar(3)
+    y = functions.recv(comm, source=0)
+    torch.autograd.backward(w * y, inputs=[w])
+    assert grad_of(w) == 4
 
 
 @pytest.mark.ranks(3)
@@ -385,20 +353,17 @@ def test_a_loss_of_this_ranks_own_part_alone(world: World, name: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_adding_to_a_delegate_in_place_changes_no_other(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            loss = functions.send(x, comm, dest=1)
-            loss += 1
-            second = functions.send(x, comm, dest=1)
-            value = second.item()
-            functions.backward()
-            return value, grad_of(x)
-        (functions.recv(comm, source=0) + functions.recv(comm, source=0)).backward()
-        return None
-
-    assert world(body)[0] == (0.0, 2.0)
+def test_adding_to_a_delegate_in_place_changes_no_other(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        loss = functions.send(x, comm, dest=1)
+        loss += 1
+        second = functions.send(x, comm, dest=1)
+        value = second.item()
+        functions.backward()
+        assert (value, grad_of(x)) == (0.0, 2.0)
+        return
+    (functions.recv(comm, source=0) + functions.recv(comm, source=0)).backward()
 
 
 def test_torch_is_wrapped_by_the_first_use_and_only_once() -> None:
