@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from test_functions_traps import grad_of, scalar
 from torch import nn
 
 from tatami import functions
@@ -16,15 +17,6 @@ from tatami.parallel import MultiNodeChainList
 from tatami.testing.worlds import World
 
 NUM_MICRO_BATCHES = 4
-
-
-def scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
-
-
-def grad_of(x: torch.Tensor) -> float:
-    assert x.grad is not None
-    return x.grad.item()
 
 
 # -- passes that are over --------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tiled"))
-from networks import CASES, VOCABULARY, Batch, Case, Residual, build
+from equal_runs import logits_of, loss_of
+from networks import CASES, VOCABULARY, Batch, Case, Residual, build, reals
 from stages_rig import AdamW, allowed_cuts
 
 import tatami
@@ -28,10 +29,6 @@ from tiled_rig import assert_close, staged
 
 STEPS, SAMPLES = 3, 7
 # The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
-
-
-def tensors(*shape: int) -> Callable[[int, torch.Generator], Batch]:
-    return lambda samples, generator: (torch.rand(samples, *shape, generator=generator, dtype=torch.float64),)
 
 
 # -- more networks ----------------------------------------------------------------------------------------------------------
@@ -102,11 +99,11 @@ class Looking(nn.Module):
 
 
 MORE: dict[str, Case] = {
-    "resnet-18": Case(build=resnet18, draw=tensors(1, 8, 8), blocks=()),
-    "densenet": Case(build=lambda: DenseBlock(batch_norm=True), draw=tensors(1, 6, 6), blocks=()),
-    "densenet-group-norm": Case(build=lambda: DenseBlock(batch_norm=False), draw=tensors(1, 6, 6), blocks=()),
-    "by-functions": Case(build=ByFunctions, draw=tensors(6), blocks=()),
-    "looking": Case(build=Looking, draw=tensors(6), blocks=()),
+    "resnet-18": Case(build=resnet18, draw=reals(1, 8, 8), blocks=()),
+    "densenet": Case(build=lambda: DenseBlock(batch_norm=True), draw=reals(1, 6, 6), blocks=()),
+    "densenet-group-norm": Case(build=lambda: DenseBlock(batch_norm=False), draw=reals(1, 6, 6), blocks=()),
+    "by-functions": Case(build=ByFunctions, draw=reals(6), blocks=()),
+    "looking": Case(build=Looking, draw=reals(6), blocks=()),
 }
 
 
@@ -139,21 +136,10 @@ def huggingface(name: str) -> Case:
         sides = {"image_size": 8, "patch_size": 4, "num_channels": 1}
         return transformers.ViTForImageClassification(transformers.ViTConfig(**small, **undropped, **sides, num_labels=3))
 
-    return Case(build=make, draw=tensors(1, 8, 8) if name == "vit" else tokens, blocks=())
+    return Case(build=make, draw=reals(1, 8, 8) if name == "vit" else tokens, blocks=())
 
 
 # -- training them ----------------------------------------------------------------------------------------------------------
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    result: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
-    return result
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    flat = logits_of(output).flatten(1)
-    weights = torch.linspace(-1.0, 1.0, flat.shape[1], dtype=flat.dtype)
-    return ((flat * weights).sum(1) + flat.square().mean(1)).mean()
 
 
 def called(model: Any, batch: Batch, take: Callable[..., Any] | None = None) -> torch.Tensor:
@@ -305,7 +291,7 @@ class Crossed(nn.Module):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", [Changing, Crossing])
 def test_evaluation_may_do_other_operations(world: World, kind: type[nn.Module]) -> None:
-    check(world, Case(build=kind, draw=tensors(6), blocks=()))
+    check(world, Case(build=kind, draw=reals(6), blocks=()))
 
 
 @pytest.mark.parametrize("kind", [Changing, Crossing])
@@ -326,7 +312,7 @@ def test_evaluation_is_cut_where_the_weights_are(kind: type[nn.Module]) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_training", [False, True])
 def test_dropout_that_is_switched_off_later_hands_both_over(world: World, in_training: bool) -> None:
-    case = Case(build=Crossing, draw=tensors(6), blocks=())
+    case = Case(build=Crossing, draw=reals(6), blocks=())
     (x,) = case.draw(SAMPLES, torch.Generator().manual_seed(5))
     network, plain = build(case), build(case)
 

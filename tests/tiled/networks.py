@@ -488,7 +488,11 @@ def _tokens(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...
     return (torch.randint(VOCABULARY, (samples, 6), generator=generator),)
 
 
-def _reals(*shape: int) -> Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]:
+def _tokens_of_many(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    return (torch.randint(LARGE, (samples, 6), generator=generator),)
+
+
+def reals(*shape: int) -> Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]:
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         return (torch.rand(samples, *shape, generator=generator, dtype=torch.float64),)
 
@@ -512,25 +516,25 @@ CASES: dict[str, Case] = {
         draw=_tokens,
         blocks=("attention", "gated pair") * 2,
     ),
-    "parallel": Case(build=Parallel, draw=_reals(5, 12), blocks=_GPT[:2]),
+    "parallel": Case(build=Parallel, draw=reals(5, 12), blocks=_GPT[:2]),
     "fused": Case(
         build=lambda: nn.Sequential(Fused(hidden=9), Fused(hidden=6, bias=True, dropout=0.3)),
-        draw=_reals(5, 12),
+        draw=reals(5, 12),
         blocks=("attention with perceptron",) * 2,
     ),
     "fused-two-outputs": Case(
-        build=lambda: Fused(hidden=9, one=False, bias=True), draw=_reals(5, 12), blocks=("attention with perceptron",)
+        build=lambda: Fused(hidden=9, one=False, bias=True), draw=reals(5, 12), blocks=("attention with perceptron",)
     ),
     "fused-shared-keys": Case(
         build=lambda: nn.Sequential(Fused(hidden=9, shared=True), Fused(hidden=6, shared=True, one=False)),
-        draw=_reals(5, 12),
+        draw=reals(5, 12),
         blocks=(),
     ),
     "fused-shared-keys-apart": Case(
-        build=lambda: Fused(hidden=9, shared=True, apart=True), draw=_reals(5, 12), blocks=("attention with perceptron",)
+        build=lambda: Fused(hidden=9, shared=True, apart=True), draw=reals(5, 12), blocks=("attention with perceptron",)
     ),
     "fused-hidden-units-that-heads-do-not-divide": Case(
-        build=lambda: nn.Sequential(Fused(hidden=7), Fused(hidden=8, one=False)), draw=_reals(5, 12), blocks=()
+        build=lambda: nn.Sequential(Fused(hidden=7), Fused(hidden=8, one=False)), draw=reals(5, 12), blocks=()
     ),
     "geglu": Case(
         build=lambda: GPT(width=12, layers=1, layer=_layer(nn.Identity, lambda width: PackedGEGLU(width, 7))),
@@ -539,12 +543,12 @@ CASES: dict[str, Case] = {
     ),
     "vocabulary": Case(
         build=lambda: GPT(layers=1, layer=_layer(nn.Identity, nn.Identity), vocabulary=LARGE),
-        draw=lambda samples, generator: (torch.randint(LARGE, (samples, 6), generator=generator),),
+        draw=_tokens_of_many,
         blocks=("vocabulary",),
     ),
     "vocabulary-untied": Case(
         build=lambda: GPT(layers=1, layer=_layer(nn.Identity, nn.Identity), vocabulary=LARGE, tied=False),
-        draw=lambda samples, generator: (torch.randint(LARGE, (samples, 6), generator=generator),),
+        draw=_tokens_of_many,
         blocks=("vocabulary",),
     ),
     "experts": Case(
@@ -559,19 +563,19 @@ CASES: dict[str, Case] = {
         blocks=("WrittenHeads",) * 2,
     ),
     "lora": Case(build=low_rank_gpt, draw=_tokens, blocks=_GPT),
-    "encoder": Case(build=Encoder, draw=_reals(5, 12), blocks=_GPT),
-    "encoder-time-first": Case(build=lambda: Encoder(batch_first=False), draw=_reals(5, 12), blocks=_GPT),
+    "encoder": Case(build=Encoder, draw=reals(5, 12), blocks=_GPT),
+    "encoder-time-first": Case(build=lambda: Encoder(batch_first=False), draw=reals(5, 12), blocks=_GPT),
     "decoder": Case(
-        build=lambda: Encoder(decoder=True), draw=_reals(5, 12), blocks=(*_GPT, "attention", "attention", "linear pair")
+        build=lambda: Encoder(decoder=True), draw=reals(5, 12), blocks=(*_GPT, "attention", "attention", "linear pair")
     ),
-    "vit": Case(build=ViT, draw=_reals(2, 8, 8), blocks=("attention", "linear pair")),
-    "resnet": Case(build=ResNet, draw=_reals(2, 8, 8), blocks=("convolution pair",) * 2),
-    "mobile": Case(build=Mobile, draw=_reals(2, 6, 6), blocks=("convolution pair",)),
-    "autoencoder": Case(build=AutoEncoder, draw=_reals(2, 6, 6), blocks=("convolution pair",) * 2),
-    "resnext": Case(build=ResNeXt, draw=_reals(2, 5, 5), blocks=("convolution pair",)),
-    "generator": Case(build=generator, draw=_reals(3), blocks=("convolution pair",)),
-    "mixer": Case(build=Mixer, draw=_reals(5, 3), blocks=("linear pair", "linear pair")),
-    "lstm": Case(build=Recurrent, draw=_reals(4, 3), blocks=("linear pair",)),
+    "vit": Case(build=ViT, draw=reals(2, 8, 8), blocks=("attention", "linear pair")),
+    "resnet": Case(build=ResNet, draw=reals(2, 8, 8), blocks=("convolution pair",) * 2),
+    "mobile": Case(build=Mobile, draw=reals(2, 6, 6), blocks=("convolution pair",)),
+    "autoencoder": Case(build=AutoEncoder, draw=reals(2, 6, 6), blocks=("convolution pair",) * 2),
+    "resnext": Case(build=ResNeXt, draw=reals(2, 5, 5), blocks=("convolution pair",)),
+    "generator": Case(build=generator, draw=reals(3), blocks=("convolution pair",)),
+    "mixer": Case(build=Mixer, draw=reals(5, 3), blocks=("linear pair", "linear pair")),
+    "lstm": Case(build=Recurrent, draw=reals(4, 3), blocks=("linear pair",)),
 }
 
 

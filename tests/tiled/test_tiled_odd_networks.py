@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import check_case, check_equal, check_loop, loss_of, random_layout
-from networks import Case, Fused, build
+from networks import Case, Fused, build, reals
 from torch import nn
 
 import tatami
@@ -281,44 +281,16 @@ class BilinearAlone(nn.Module):
 
 
 ODD = {
-    "biaffine": Case(
-        build=Biaffine,
-        draw=lambda n, g: (torch.rand(n, 2, 6, generator=g, dtype=torch.float64),),
-        blocks=("linear pair", "linear pair"),
-    ),
-    "fused": Case(
-        build=lambda: Fused(hidden=6, bias=True),
-        draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
-        blocks=("attention with perceptron",),
-    ),
-    "mirrored": Case(
-        build=Mirrored, draw=lambda n, g: (torch.rand(n, 6, generator=g, dtype=torch.float64),), blocks=("linear pair",)
-    ),
-    "two branches": Case(
-        build=TwoBranches, draw=lambda n, g: (torch.rand(n, 2, 6, generator=g, dtype=torch.float64),), blocks=("linear pair",)
-    ),
-    "bilinear alone": Case(
-        build=BilinearAlone, draw=lambda n, g: (torch.rand(n, 6, generator=g, dtype=torch.float64),), blocks=()
-    ),
-    "beside": Case(
-        build=Beside,
-        draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
-        blocks=("attention", "linear pair"),
-    ),
-    "gated": Case(
-        build=Gated, draw=lambda n, g: (torch.rand(n, 4, 7, generator=g, dtype=torch.float64),), blocks=("convolution pair",)
-    ),
-    "summed": Case(
-        build=Summed, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
-    ),
-    "counting heads": Case(
-        build=CountingHeads, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
-    ),
-    "viewed": Case(
-        build=Viewed,
-        draw=lambda n, g: (torch.rand(n, 36, generator=g, dtype=torch.float64),),
-        blocks=("convolution pair", "linear pair"),
-    ),
+    "biaffine": Case(build=Biaffine, draw=reals(2, 6), blocks=("linear pair", "linear pair")),
+    "fused": Case(build=lambda: Fused(hidden=6, bias=True), draw=reals(5, 12), blocks=("attention with perceptron",)),
+    "mirrored": Case(build=Mirrored, draw=reals(6), blocks=("linear pair",)),
+    "two branches": Case(build=TwoBranches, draw=reals(2, 6), blocks=("linear pair",)),
+    "bilinear alone": Case(build=BilinearAlone, draw=reals(6), blocks=()),
+    "beside": Case(build=Beside, draw=reals(5, 12), blocks=("attention", "linear pair")),
+    "gated": Case(build=Gated, draw=reals(4, 7), blocks=("convolution pair",)),
+    "summed": Case(build=Summed, draw=reals(5, 12), blocks=("attention",)),
+    "counting heads": Case(build=CountingHeads, draw=reals(5, 12), blocks=("attention",)),
+    "viewed": Case(build=Viewed, draw=reals(36), blocks=("convolution pair", "linear pair")),
 }
 
 
