@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm import AbstractCommunicator, fail_together, run
 from tatami.comm.agreement import all_or_none, decided_on_root, problems_of, same_everywhere
 from tatami.comm.refusals import LONGEST_TEXT, Refusals
@@ -88,12 +87,7 @@ def test_the_nth_failure_of_a_rank_ends_waits_for_it_of_those_that_failed_less_o
 
 
 # -- where Tatami tells by itself ------------------------------------------------------------------------------------------
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+network = partial(mlp, 6, 8, 3)
 
 
 def tiled(comm: AbstractCommunicator, *replicas: list[int]) -> Any:

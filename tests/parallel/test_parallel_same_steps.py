@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami import functions
 from tatami.comm import AbstractCommunicator
 from tatami.comm.agreement import EVERY, is_due
@@ -25,12 +26,7 @@ SAMPLES = 12
 mse: Any = F.mse_loss  # as torch has no type for `backward`
 Step = Callable[[], float]
 """One step of training on this rank; returns the loss of this rank's samples."""
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+network = partial(mlp, 4, 8, 3)
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Weighted data parallelism: batches in proportion to speed, and gradients that stay those of the global batch."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import ClusterError, InputError
@@ -17,12 +18,7 @@ from tatami.parallel import DataParallel, SynchronizedSampler
 from tatami.parallel.speed_shares import SpeedShares
 
 SPEEDS = [1.0, 0.5, 0.25, 1.0]
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+network = partial(mlp, 5, 9, 2, seed=3)
 
 
 def data(samples: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import EarlyStopping
@@ -27,12 +27,7 @@ from tiled_rig import some_layouts, tiled
 
 SAMPLES = 24
 SGD = partial(torch.optim.SGD, lr=0.2)
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+network = partial(mlp, 4, 8, 2)
 
 
 NETWORK = network()

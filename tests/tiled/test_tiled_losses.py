@@ -2,6 +2,7 @@
 
 import functools
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from equal_runs import SAMPLES, check_fit, plain_fit
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.runtime.losses import reduction_of, setting_of
@@ -19,12 +20,7 @@ from tatami.train import History, TiledModel, Trainer
 from tiled_rig import assert_close, gradients, some_layouts, tiled, whole_gradients
 
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+network = partial(mlp, 4, 6, 3)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,13 +4,13 @@ One tensor-parallel exchange for each pair forward, one backward where the input
 the gradient sums from one neighbour to another in each of its phases."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ClosedError
 from tatami.runtime.gradient_exchange import GradientExchange
@@ -36,10 +36,7 @@ def count(comm: AbstractCommunicator, operation: str, into: list[Any]) -> None:
     setattr(comm, operation, noting)
 
 
-@one_at_a_time
-def two_pairs() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+two_pairs = partial(mlp, 4, 8, 4, 8, 2, dtype=torch.float32)
 
 
 @pytest.mark.ranks(2, 3, 4)

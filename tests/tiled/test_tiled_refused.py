@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drawing import one_at_a_time
+import drawing
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError
@@ -24,11 +24,7 @@ from tatami.testing.worlds import World
 from tatami.train import TiledModel, Trainer, find_blocks, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
-
-@one_at_a_time
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+mlp = partial(drawing.mlp, 4, 8, 2, dtype=torch.float32)
 
 
 def refuses(world: World, error: type[Exception], match: str, body: Callable[[AbstractCommunicator], object]) -> None:

@@ -1,6 +1,7 @@
 """DRPM at work on a clock of the test's own: it settles in time, leaves a balanced run alone, and training stays exact."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from equal_runs import plain_fit
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
 from hand_clock import HandClock
 from tatami.comm import AbstractCommunicator, WrappedCommunicator
 from tatami.errors import CommError, PlanError
@@ -43,10 +44,7 @@ class Machine(HandClock):
             self.sleep(self.model.local_work / self.speed / 1e6)
 
 
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, UNITS), nn.Tanh(), nn.Linear(UNITS, 2)).double()
+network = partial(mlp, 3, UNITS, 2)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:

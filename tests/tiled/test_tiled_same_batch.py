@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm.agreement import DEBUG_VARIABLE
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
@@ -22,12 +22,7 @@ from tiled_rig import assert_close, gradients, simple_layout, tiled, whole_gradi
 
 SAMPLES = 40
 SGD = partial(torch.optim.SGD, lr=0.01)
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+network = partial(mlp, 4, 8, 3)
 
 
 def one_replica(size: int) -> Layout:
