@@ -16,6 +16,8 @@ from tatami.functions import outbox as outbox_module
 from tatami.parallel import MultiNodeChainList
 from tatami.testing.worlds import World
 
+pytestmark = pytest.mark.ranks(2)
+
 NUM_MICRO_BATCHES = 4
 
 
@@ -32,7 +34,6 @@ def sends_three(comm: AbstractCommunicator) -> list[float]:
     return x.grad.tolist()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("end", [torch.Tensor.backward, functions.backward])
 def test_a_second_loss_of_a_pass_that_is_over_is_refused(
     comm: AbstractCommunicator, end: Callable[[torch.Tensor], None]
@@ -47,7 +48,6 @@ def test_a_second_loss_of_a_pass_that_is_over_is_refused(
             end(loss)
 
 
-@pytest.mark.ranks(2)
 def test_one_backward_over_all_losses_gives_the_whole_gradient(comm: AbstractCommunicator) -> None:
     """What the error of the test above says to do."""
     if comm.rank == 0:
@@ -57,7 +57,6 @@ def test_one_backward_over_all_losses_gives_the_whole_gradient(comm: AbstractCom
     torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.ranks(2)
 def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         x = scalar(1)
@@ -74,7 +73,6 @@ def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(comm: Abstr
         functions.backward(4 * y)
 
 
-@pytest.mark.ranks(2)
 def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(comm: AbstractCommunicator) -> None:
     x, w = scalar(1), scalar(3)
     y = functions.allreduce(x, comm)
@@ -84,7 +82,6 @@ def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(comm
     assert (grad_of(x), grad_of(w)) == (10.0, 6.0)
 
 
-@pytest.mark.ranks(2)
 def test_a_retained_pass_is_not_run_again_with_the_next_one(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         x, z = scalar(1), scalar(1)
@@ -158,7 +155,6 @@ def test_micro_batches_in_flight(world: World, schedule: Callable[[int, int], li
         assert grads == pytest.approx(expected)
 
 
-@pytest.mark.ranks(2)
 def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         x = torch.ones(2, requires_grad=True)
@@ -177,7 +173,6 @@ def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(comm: A
         loss.backward()
 
 
-@pytest.mark.ranks(2)
 def test_functions_backward_of_a_loss_runs_the_pass_that_it_belongs_to(comm: AbstractCommunicator) -> None:
     """What another pass has received and not used so far is still there afterwards."""
     passes = [functions.Pass(), functions.Pass()]
@@ -196,7 +191,6 @@ def test_functions_backward_of_a_loss_runs_the_pass_that_it_belongs_to(comm: Abs
     assert [grad_of(x) for x in xs] == [100.0, 10.0]
 
 
-@pytest.mark.ranks(2)
 def test_a_pass_spans_communicators_and_may_be_entered_again(comm: AbstractCommunicator) -> None:
     other = comm.split(0)
     assert other is not None
@@ -216,7 +210,6 @@ def test_a_pass_spans_communicators_and_may_be_entered_again(comm: AbstractCommu
     assert [grad_of(x) for x in xs] == [12.0, 12.0]
 
 
-@pytest.mark.ranks(2)
 def test_a_chain_list_in_micro_batches(comm: AbstractCommunicator) -> None:
     model = MultiNodeChainList(comm)
     layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
@@ -235,7 +228,6 @@ def test_a_chain_list_in_micro_batches(comm: AbstractCommunicator) -> None:
     assert layer.weight.grad.flatten().tolist() == [2.0 * 6]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_passes_must_correspond(world: World) -> None:
     """A message of one pass is received in another one than the message before it."""
@@ -259,7 +251,6 @@ def test_passes_must_correspond(world: World) -> None:
     assert first == f"rank 1 found: {second}"
 
 
-@pytest.mark.ranks(2)
 def test_the_gradient_of_a_pass_among_others(comm: AbstractCommunicator) -> None:
     passes, xs, ys = [functions.Pass(), functions.Pass()], [scalar(2), scalar(3)], []
     for one, x in zip(passes, xs, strict=True):
@@ -295,7 +286,6 @@ def test_a_forward_pass_abandoned_on_a_closed_communicator_is_forgotten(comm: Ab
 # -- bounds ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_operations_that_no_backward_visits_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_module, "MOST_OPERATIONS", 5)
@@ -315,7 +305,6 @@ def test_operations_that_no_backward_visits_are_bounded(world: World, monkeypatc
         assert "5 operations on this communicator wait for a backward pass" in text
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_messages_that_are_not_received_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MOST_UNSENT", 5)
@@ -338,7 +327,6 @@ def test_messages_that_are_not_received_are_bounded(world: World, monkeypatch: p
     assert "send on rank 0 to rank 1: 5 messages of this rank are under way, and the oldest was not received for " in problem
 
 
-@pytest.mark.ranks(2)
 def test_ranks_may_send_more_than_is_taken_at_once_before_they_receive(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MOST_UNSENT", 5)
     monkeypatch.setattr(inbox_module, "MOST_KEPT", 5)
@@ -352,7 +340,6 @@ def test_ranks_may_send_more_than_is_taken_at_once_before_they_receive(world: Wo
     assert world(body) == [[float(number) for number in range(9)]] * 2
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 @pytest.mark.parametrize(("limit", "value"), [("MOST_KEPT", 5), ("MOST_KEPT_BYTES", 40)])
 def test_messages_that_are_not_asked_for_are_bounded(

@@ -16,6 +16,8 @@ from tatami.functions import channel
 from tatami.functions.outbox import Outbox, Unsent
 from tatami.testing.worlds import World
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, requires_grad=True)
@@ -26,7 +28,6 @@ def grad_of(x: torch.Tensor) -> float:
     return x.grad.item()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("second_first", [False, True])
 def test_two_sends_do_not_swap_their_gradients(comm: AbstractCommunicator, second_first: bool) -> None:
     if comm.rank == 0:
@@ -40,7 +41,6 @@ def test_two_sends_do_not_swap_their_gradients(comm: AbstractCommunicator, secon
     (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
 
 
-@pytest.mark.ranks(2)
 def test_tags_are_received_in_any_order(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         z1, z2 = scalar(1), scalar(2)
@@ -54,7 +54,6 @@ def test_tags_are_received_in_any_order(comm: AbstractCommunicator) -> None:
     (10 * y1 + 100 * y2).backward()
 
 
-@pytest.mark.ranks(2)
 def test_the_manuals_two_sends(comm: AbstractCommunicator) -> None:
     """`pseudo_connect(phi1, phi2)`, then backward of that: it never came to the second send."""
     if comm.rank == 0:
@@ -70,7 +69,6 @@ def test_the_manuals_two_sends(comm: AbstractCommunicator) -> None:
     (10 * y1 * y2).backward()
 
 
-@pytest.mark.ranks(2)
 def test_a_received_tensor_that_reaches_no_loss_sends_zeros(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         used, unused = scalar(1), scalar(2)
@@ -84,7 +82,6 @@ def test_a_received_tensor_that_reaches_no_loss_sends_zeros(comm: AbstractCommun
     (3 * y).backward()
 
 
-@pytest.mark.ranks(2)
 def test_an_unused_member_of_a_tuple_sends_zeros(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         used, unused = scalar(1), scalar(2)
@@ -124,7 +121,6 @@ def test_bcast_of_what_was_gathered(world: World) -> None:
     assert world(body) == pytest.approx([total * product / (rank + 1) for rank in range(size)])
 
 
-@pytest.mark.ranks(2)
 def test_a_send_after_everything_the_loss_needs(comm: AbstractCommunicator) -> None:
     """The loss of rank 1 knows nothing of its last send, which its first input reaches as well."""
     if comm.rank == 0:
@@ -139,7 +135,6 @@ def test_a_send_after_everything_the_loss_needs(comm: AbstractCommunicator) -> N
     (3 * h).backward()
 
 
-@pytest.mark.ranks(2)
 def test_a_local_loss_leaves_the_chain_alone(world: World) -> None:
     def body(comm: AbstractCommunicator) -> float:
         x, w = scalar(3), scalar(4)
@@ -180,7 +175,6 @@ def test_a_replicated_loss_is_shared(world: World) -> None:
     assert world(body) == pytest.approx([product / (rank + 1) for rank in range(world.size)])
 
 
-@pytest.mark.ranks(2)
 def test_what_needs_no_gradient_gets_none(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         functions.send(torch.ones(2), comm, dest=1)
@@ -193,7 +187,6 @@ def test_what_needs_no_gradient_gets_none(comm: AbstractCommunicator) -> None:
     assert bool(y.requires_grad) is False
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("without", [0, 1])
 def test_one_side_without_gradients(world: World, without: int) -> None:
     def body(comm: AbstractCommunicator) -> float | None:
@@ -211,7 +204,6 @@ def test_one_side_without_gradients(world: World, without: int) -> None:
     assert world(body) == [None if without == 0 else 0.0, None]
 
 
-@pytest.mark.ranks(2)
 def test_two_communicators_run_backward_in_the_mirrored_order(comm: AbstractCommunicator) -> None:
     other = comm.split(0)
     assert other is not None
@@ -223,7 +215,6 @@ def test_two_communicators_run_backward_in_the_mirrored_order(comm: AbstractComm
     assert (grad_of(a), grad_of(b)) == (20, 2)
 
 
-@pytest.mark.ranks(2)
 def test_graphs_can_be_retained(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         x = scalar(2)
@@ -255,7 +246,6 @@ def test_pseudo_connect_is_the_identity() -> None:
     assert torch.equal(functions.pseudo_connect(None, x)[0], x)
 
 
-@pytest.mark.ranks(2)
 def test_backward_to_some_inputs_visits_all_the_same(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         x = scalar(2)
@@ -352,7 +342,6 @@ def test_a_loss_of_this_ranks_own_part_alone(world: World, name: str) -> None:
     assert world(body) == each.get(name, [first.get(name, 0.0)] + [0.0] * (size - 1))
 
 
-@pytest.mark.ranks(2)
 def test_adding_to_a_delegate_in_place_changes_no_other(comm: AbstractCommunicator) -> None:
     if comm.rank == 0:
         x = scalar(2)
@@ -405,7 +394,6 @@ print("fine")
     assert ended.stdout == "fine\n", ended.stderr
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it with --world=torchrun")
 def test_cuda_tensors_travel_where_the_backend_has_them(world: World) -> None:
     if world.kind != "torchrun":

@@ -24,6 +24,8 @@ from tatami.testing.worlds import World
 from tatami.train import TiledModel, Trainer, find_blocks, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
+pytestmark = pytest.mark.ranks(2)
+
 mlp = partial(drawing.mlp, 4, 8, 2, dtype=torch.float32)
 
 
@@ -59,7 +61,6 @@ SPEEDS = "speeds must be a Cluster, a number > 0 for each rank, 'measure' or 'eq
         ("fast", PlanError, f"{SPEEDS}, not 'fast'"),
     ],
 )
-@pytest.mark.ranks(2)
 def test_speeds_that_can_not_be(world: World, speeds: Any, error: type[Exception], match: str) -> None:
     refuses(world, error, f"{re.escape(match)}(; give|$)", lambda comm: tile(mlp(), comm, batch_size=8, speeds=speeds))
 
@@ -188,7 +189,6 @@ def test_networks_that_can_not_be_exact(world: World, layers: list[nn.Module], m
     refuses(world, ModelError, match, lambda comm: tile(nn.Sequential(*layers), comm, batch_size=8, speeds="equal"))
 
 
-@pytest.mark.ranks(2)
 def test_functional_dropout_is_refused(world: World) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -225,7 +225,6 @@ class Quiet(nn.Module):
         return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
 
 
-@pytest.mark.ranks(2)
 def test_noise_that_was_not_seen_is_refused_in_the_first_pass(comm: AbstractCommunicator) -> None:
     line = r"draws random numbers at test_tiled_refused.py:\d+ `return .* torch.randn\(4\)` \(aten.randn.default\)"
     model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
@@ -324,7 +323,6 @@ def test_forward_with_other_samples_than_those_of_this_rank(comm: AbstractCommun
         model(mine)
 
 
-@pytest.mark.ranks(2)
 def test_a_rank_without_units_can_not_evaluate_alone(comm: AbstractCommunicator) -> None:
     model = tiled(mlp(), comm, layout=simple_layout([1]), batch_size=8)
     with torch.no_grad():
@@ -336,7 +334,6 @@ def test_a_rank_without_units_can_not_evaluate_alone(comm: AbstractCommunicator)
             assert model(torch.rand(3, 4)).shape == (3, 2)
 
 
-@pytest.mark.ranks(2)
 def test_layers_called_by_themselves_before_any_forward_pass(comm: AbstractCommunicator) -> None:
     model = laid(comm)
     loss = model.module(model.local(torch.rand(8, 4))).mean()
@@ -352,7 +349,6 @@ def test_copies_and_pickles(comm: AbstractCommunicator, duplicate: Callable[[obj
         duplicate(model)
 
 
-@pytest.mark.ranks(2)
 def test_retiling_between_forward_and_backward(comm: AbstractCommunicator) -> None:
     model = laid(comm)
     loss = model(model.local(torch.linspace(0, 1, 32).view(8, 4))).mean()
@@ -361,7 +357,6 @@ def test_retiling_between_forward_and_backward(comm: AbstractCommunicator) -> No
         loss.backward()
 
 
-@pytest.mark.ranks(2)
 def test_a_layout_of_strangers_changes_nothing(comm: AbstractCommunicator) -> None:
     model = laid(comm)
     before = model.layout, model.tilings
@@ -370,7 +365,6 @@ def test_a_layout_of_strangers_changes_nothing(comm: AbstractCommunicator) -> No
     assert (model.layout, model.tilings) == before
 
 
-@pytest.mark.ranks(2)
 def test_dropout_off_the_sample_axis(comm: AbstractCommunicator) -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:

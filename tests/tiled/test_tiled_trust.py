@@ -21,6 +21,8 @@ from tatami.tiling import Layout
 from tatami.train import TiledModel, Trainer, WeightAverage, move, tile, whole_state_dict
 from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 SAMPLES = 12
 PRUNE: Any = prune.l1_unstructured  # which torch has no types for
 Change = Callable[[Any, int], Any]
@@ -268,7 +270,6 @@ MID_RUN = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("make", [DataParallel, tiled])
 @pytest.mark.parametrize("name", MID_RUN)
 def test_parameters_that_change_in_mid_run(world: World, make: Any, name: str) -> None:
@@ -292,7 +293,6 @@ def test_parameters_that_change_in_mid_run(world: World, make: Any, name: str) -
     world(body)
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("lay", [split, data])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_as_on_one_machine_or_refused(world: World, name: str, lay: Callable[[int], Layout]) -> None:
@@ -337,7 +337,6 @@ COUPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", COUPLED)
 def test_samples_that_see_each_other_are_refused(comm: AbstractCommunicator, name: str) -> None:
     with pytest.raises(ModelError, match="depends on the other samples of the batch, or on how many there are"):
@@ -377,7 +376,6 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
 FINE = ("mean", "sum over count", "half of two")
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_no_mean_of_its_samples_is_refused(world: World, name: str) -> None:
     """By itself where its graph shows it; by `check_loss`, which is asked of the first batch of a training step, always."""
@@ -412,7 +410,6 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(world: World, name: st
     world(body)
 
 
-@pytest.mark.ranks(1, 2, 3)
 def test_losses_that_are_made_of_means_over_the_batch(world: World) -> None:
     """A root, a masked mean and a balance of experts, of means over the global batch."""
     plain, built = network(), network()
@@ -440,7 +437,6 @@ def test_losses_that_are_made_of_means_over_the_batch(world: World) -> None:
 # -- what moves ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2, 3)
 def test_all_optimizers_and_an_average_move(world: World) -> None:
     """Two optimizers, of which one is given, and a moving average of the weights."""
 
@@ -483,7 +479,6 @@ def test_all_optimizers_and_an_average_move(world: World) -> None:
     world(body)
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
