@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import with_shards
-from networks import GPT
+from networks import GPT, Written
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -209,20 +209,11 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
             assert_close(found, weights, what=f"weights of {sizes}")
 
 
-class Noisy(nn.Module):
-    """Draws by a function, which a tiled run cannot do as one machine does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.net(F.dropout(x, 0.5, self.training))
-
-
 @pytest.mark.ranks(1, 2)
 def test_what_replicas_draw_for_themselves_goes_on(world: World, folder: Path) -> None:
-    built = Noisy().double()
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    # A tiled run cannot draw by a function as one machine does.
+    built = Written(lambda own, x: own.net(F.dropout(x, 0.5, own.training)), net=net).double()
 
     def body(comm: AbstractCommunicator) -> None:
         place: Path = comm.bcast_object(folder)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import SAMPLES, check_equal, check_loop
+from networks import Written
 from torch import nn
 
 from drawing import one_at_a_time
@@ -63,18 +64,10 @@ def test_outputs_in_dicts_and_tuples_and_inputs_by_keyword(world: World, reducti
 
 
 def test_outputs_may_be_objects(world: World) -> None:
-    class Opaque(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair = mlp()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return SimpleNamespace(logits=self.pair(x))
-
     def loop(model: Any, local: Any) -> None:
         model(local(x_of(SAMPLES, 4))).logits.square().mean().backward()
 
-    check_loop(world, Opaque, loop)
+    check_loop(world, lambda: Written(lambda net, x: SimpleNamespace(logits=net.pair(x)), pair=mlp()), loop)
 
 
 def test_outputs_may_be_changed_in_place(world: World) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import check_case, check_equal, check_loop, loss_of, random_layout
-from networks import Case, Fused, build, reals
+from networks import Case, Fused, Written, build, reals
 from torch import nn
 
 import tatami
@@ -29,18 +29,8 @@ from tiled_rig import assert_close, simple_layout
 Forward = Callable[..., Any]
 
 
-class Written(nn.Module):
-    """A pair of linear layers, and a forward pass that is given."""
-
-    def __init__(self, forward: Forward, **buffers: torch.Tensor) -> None:
-        super().__init__()
-        self.pair = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.written = (forward,)
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.written[0](self, x)
+def paired(forward: Forward, **buffers: torch.Tensor) -> Written:
+    return Written(forward, pair=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), **buffers)
 
 
 def moving_mean(net: Any, x: torch.Tensor) -> Any:
@@ -128,7 +118,7 @@ def whole_only(net: Any, x: torch.Tensor) -> Any:
 )
 def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_left_of_it(forward: Forward, match: str) -> None:
     torch.manual_seed(0)
-    model = Written(forward, mean=torch.zeros(6))
+    model = paired(forward, mean=torch.zeros(6))
     state, mean = copy.deepcopy(model.state_dict()), model.get_buffer("mean")
     names = set(vars(model))
     with pytest.raises(ModelError, match=match):
@@ -143,7 +133,7 @@ def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_lef
 def test_a_number_that_is_kept_must_be_what_the_reduction_says(forward: Forward, fits: Any, other: Any) -> None:
     def body(comm: AbstractCommunicator) -> None:
         torch.manual_seed(0)
-        model = Written(forward)
+        model = paired(forward)
         with pytest.raises(ModelError, match=f"is the {fits} of what its samples give, and the reduction is '{other}'"):
             tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=other)
         tiled = tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=fits)
@@ -155,7 +145,7 @@ def test_a_number_that_is_kept_must_be_what_the_reduction_says(forward: Forward,
 
 @pytest.mark.parametrize("forward", [moving_mean, moving_mean_in_place])
 def test_without_a_sample_batch_what_is_kept_of_samples_is_seen_as_well(forward: Forward) -> None:
-    model = Written(forward, mean=torch.zeros(6))
+    model = paired(forward, mean=torch.zeros(6))
     with pytest.raises(ModelError, match=r"keeps something of its samples for later \(mean\)"):
         tatami.plan(model, speeds=[1, 1], batch_size=4)
     assert type(model.get_buffer("mean")) is torch.Tensor
@@ -178,18 +168,6 @@ class CountingHeads(nn.Module):
         q, k, v = self.qkv(x).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         return self.out(y) / (1 + 0.1 * self.steps)
-
-
-class Viewed(nn.Module):
-    """Convolutions on images that come as rows, with the views that torch's own examples have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 4, 3), nn.Linear(16, 9), nn.Linear(9, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = torch.relu(self.b(torch.relu(self.a(x.view(-1, 1, 6, 6)))))
-        return self.d(torch.relu(self.c(h.view(-1, 16))))
 
 
 class Beside(nn.Module):
@@ -221,76 +199,67 @@ class Summed(nn.Module):
         return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), self.out)
 
 
-class Gated(nn.Module):
-    """A gate of torch's own between convolutions."""
+def viewed() -> nn.Module:
+    """Convolutions on images that come as rows, with the views that torch's own examples have."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv1d(4, 10, 3, padding=1), nn.Conv1d(5, 4, 1)
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        h = torch.relu(net.b(torch.relu(net.a(x.view(-1, 1, 6, 6)))))
+        return net.d(torch.relu(net.c(h.view(-1, 16))))
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return x + self.b(F.glu(self.a(x), 1))
+    return Written(forward, a=nn.Conv2d(1, 6, 3), b=nn.Conv2d(6, 4, 3), c=nn.Linear(16, 9), d=nn.Linear(9, 3))
 
 
-class Mirrored(nn.Module):
+def mirrored(net: Any, x: torch.Tensor) -> Any:
     """An activation and its mirror image beside each other; each hidden unit is on two places of the layer after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 5), nn.Linear(10, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = self.a(x)
-        return self.b(torch.cat((torch.relu(h), torch.relu(-h)), dim=-1))
+    h = net.a(x)
+    return net.b(torch.cat((torch.relu(h), torch.relu(-h)), dim=-1))
 
 
-class TwoBranches(nn.Module):
+def two_branches(net: Any, x: torch.Tensor) -> Any:
     """Hidden units of two kinds from one layer, by slices; half as many of one as of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.one, self.two = nn.Linear(6, 12), nn.Linear(4, 3), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = self.up(x)
-        return self.one(torch.tanh(h[..., :4])) * 2 + self.two(torch.relu(h[..., 4:]))
+    h = net.up(x)
+    return net.one(torch.tanh(h[..., :4])) * 2 + net.two(torch.relu(h[..., 4:]))
 
 
-class Biaffine(nn.Module):
+def biaffine() -> nn.Module:
     """Products of two tensors: of two layers' results, of one with itself, and at the end, where nothing sums over them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.both, self.mixed = nn.Linear(6, 5), nn.Linear(6, 4), nn.Bilinear(5, 4, 7), nn.Linear(7, 3)
-        self.square, self.narrow, self.last = nn.Bilinear(3, 3, 8, bias=False), nn.Linear(8, 5), nn.Bilinear(5, 6, 3)
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        h = net.mixed(torch.tanh(net.both(torch.relu(net.a(x)), torch.relu(net.b(x)))))
+        return net.last(net.narrow(F.gelu(net.square(h, h))), x)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        h = self.mixed(torch.tanh(self.both(torch.relu(self.a(x)), torch.relu(self.b(x)))))
-        return self.last(self.narrow(F.gelu(self.square(h, h))), x)
-
-
-class BilinearAlone(nn.Module):
-    """Nothing that sums over units, and no other layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Bilinear(6, 6, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layer(x, x.flip(-1))
+    first = {"a": nn.Linear(6, 5), "b": nn.Linear(6, 4), "both": nn.Bilinear(5, 4, 7), "mixed": nn.Linear(7, 3)}
+    square = nn.Bilinear(3, 3, 8, bias=False)
+    return Written(forward, **first, square=square, narrow=nn.Linear(8, 5), last=nn.Bilinear(5, 6, 3))
 
 
 ODD = {
-    "biaffine": Case(build=Biaffine, draw=reals(2, 6), blocks=("linear pair", "linear pair")),
+    "biaffine": Case(build=biaffine, draw=reals(2, 6), blocks=("linear pair", "linear pair")),
     "fused": Case(build=lambda: Fused(hidden=6, bias=True), draw=reals(5, 12), blocks=("attention with perceptron",)),
-    "mirrored": Case(build=Mirrored, draw=reals(6), blocks=("linear pair",)),
-    "two branches": Case(build=TwoBranches, draw=reals(2, 6), blocks=("linear pair",)),
-    "bilinear alone": Case(build=BilinearAlone, draw=reals(6), blocks=()),
+    "mirrored": Case(
+        build=lambda: Written(mirrored, a=nn.Linear(6, 5), b=nn.Linear(10, 3)), draw=reals(6), blocks=("linear pair",)
+    ),
+    "two branches": Case(
+        build=lambda: Written(two_branches, up=nn.Linear(6, 12), one=nn.Linear(4, 3), two=nn.Linear(8, 3)),
+        draw=reals(2, 6),
+        blocks=("linear pair",),
+    ),
+    # Nothing sums over units, and there is no other layer.
+    "bilinear alone": Case(
+        build=lambda: Written(lambda net, x: net.layer(x, x.flip(-1)), layer=nn.Bilinear(6, 6, 4)), draw=reals(6), blocks=()
+    ),
     "beside": Case(build=Beside, draw=reals(5, 12), blocks=("attention", "linear pair")),
-    "gated": Case(build=Gated, draw=reals(4, 7), blocks=("convolution pair",)),
+    # A gate of torch's own between convolutions.
+    "gated": Case(
+        build=lambda: Written(
+            lambda net, x: x + net.b(F.glu(net.a(x), 1)), a=nn.Conv1d(4, 10, 3, padding=1), b=nn.Conv1d(5, 4, 1)
+        ),
+        draw=reals(4, 7),
+        blocks=("convolution pair",),
+    ),
     "summed": Case(build=Summed, draw=reals(5, 12), blocks=("attention",)),
     "counting heads": Case(build=CountingHeads, draw=reals(5, 12), blocks=("attention",)),
-    "viewed": Case(build=Viewed, draw=reals(36), blocks=("convolution pair", "linear pair")),
+    "viewed": Case(build=viewed, draw=reals(36), blocks=("convolution pair", "linear pair")),
 }
 
 
@@ -347,7 +316,7 @@ def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable
 
 def written(forward: Forward) -> nn.Module:
     torch.manual_seed(0)
-    return Written(forward).double()
+    return paired(forward).double()
 
 
 @pytest.mark.threads_only
@@ -402,16 +371,11 @@ def test_what_cannot_be_copied_is_named() -> None:
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
 def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(world: World) -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        h = torch.relu(net.a(x))
+        return net.b(h if x.shape[1] > 4 else 2 * h)
 
-        def forward(self, x: torch.Tensor) -> Any:
-            h = torch.relu(self.a(x))
-            return self.b(h if x.shape[1] > 4 else 2 * h)
-
-    model, sample = Branching(), torch.rand(4, 6, 6)
+    model, sample = Written(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 6)), torch.rand(4, 6, 6)
 
     def body(comm: AbstractCommunicator) -> None:
         tiled = tile(model, comm, batch_size=4, sample=sample, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
@@ -436,17 +400,10 @@ def test_embeddings_that_count_their_samples_are_refused(options: dict[str, Any]
 def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
     """Also where that axis happens to be as long as this rank's samples are many."""
 
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop, self.pair = nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.pair(self.drop(x.transpose(0, 1))).transpose(0, 1)
-
     x = torch.rand(6, 3, 4, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(0)
-    model = TimeFirst()
+    pair = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = Written(lambda net, x: net.pair(net.drop(x.transpose(0, 1))).transpose(0, 1), drop=nn.Dropout(0.5), pair=pair)
     torch.manual_seed(1)
     expected = copy.deepcopy(model)(x).detach()
     torch.manual_seed(1)  # the state that tile() takes over

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Written
 from torch import nn
 
 import drawing
@@ -190,15 +191,17 @@ def test_networks_that_can_not_be_exact(world: World, layers: list[nn.Module], m
 
 
 def test_functional_dropout_is_refused(world: World) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.down(F.dropout(self.up(x), 0.5))
-
-    refuses(world, ModelError, r"calls dropout \(node dropout\)", lambda comm: tile(Net(), comm, batch_size=8, speeds="equal"))
+    refuses(
+        world,
+        ModelError,
+        r"calls dropout \(node dropout\)",
+        lambda comm: tile(
+            Written(lambda net, x: net.down(F.dropout(net.up(x), 0.5)), up=nn.Linear(4, 8), down=nn.Linear(8, 4)),
+            comm,
+            batch_size=8,
+            speeds="equal",
+        ),
+    )
 
 
 class Noisy(nn.Module):
@@ -366,15 +369,8 @@ def test_a_layout_of_strangers_changes_nothing(comm: AbstractCommunicator) -> No
 
 
 def test_dropout_off_the_sample_axis(comm: AbstractCommunicator) -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair, self.drop = mlp(), nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.drop(self.pair(x).flatten(0, 1))
-
-    model = tiled(Turned(), comm, layout=some_layouts(2)[1], batch_size=6)
+    turned = Written(lambda net, x: net.drop(net.pair(x).flatten(0, 1)), pair=mlp(), drop=nn.Dropout(0.5))
+    model = tiled(turned, comm, layout=some_layouts(2)[1], batch_size=6)
     with pytest.raises(InputError, match=r"dropout got \d+ rows where"):
         model(model.local(torch.linspace(0, 1, 72).view(6, 3, 4)))
 
