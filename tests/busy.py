@@ -3,8 +3,6 @@
 No test may depend on how busy the machine is: `make test-busy` runs all of them like this.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import os

@@ -45,6 +45,22 @@ def _is_left_to_mpiexec(item: pytest.Item, size: int) -> bool:
     return ranks == size
 
 
+@pytest.fixture
+def comm(world: Any) -> Any:
+    """A test that asks for `comm` is what each rank of a `world` runs, with a communicator of its own."""
+    return world
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if "comm" not in given:
+        return None
+    run_on_ranks: Any = given.pop("comm")
+    run_on_ranks(lambda comm: pyfuncitem.obj(comm=comm, **given))
+    return True
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Each group of tests as one piece, in their order; marks for `--dist loadgroup` do nothing under pytest 9."""

@@ -1,7 +1,5 @@
 """How much work a function is, told by what it calls: the same on every machine, however busy it is."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,11 +1,13 @@
 """Ranks that are threads share torch's random state: what seeds it and draws from it is done by one of them at a time."""
 
-from __future__ import annotations
-
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+import torch
+from torch import nn
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -21,3 +23,11 @@ def one_at_a_time(draw: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             return draw(*arguments, **options)
 
     return alone
+
+
+@one_at_a_time
+def mlp(*widths: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Linear layers of these widths, with tanh between them; the same ones in every call."""
+    torch.manual_seed(seed)
+    layers = [each for pair in itertools.pairwise(widths) for each in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).to(dtype)

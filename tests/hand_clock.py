@@ -1,7 +1,5 @@
 """A clock that a test moves on."""
 
-from __future__ import annotations
-
 
 class HandClock:
     """Time passes when the test says so, and by `step_s` with every look."""

@@ -1,7 +1,5 @@
 """Whether SimGrid can be used here, asked once for all tests that need it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tatami.errors import MissingExtraError

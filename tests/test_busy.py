@@ -1,7 +1,5 @@
 """Tests beside busy loops: the loops are gone with the command, parts are as long as each other, and files stay together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ Ranks are threads, all on the first card or some of them on the CPU, so that one
 starts two processes under NCCL, which takes one rank a card, and needs two.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -28,8 +26,7 @@ from stages_rig import AdamW, Noisy, assert_same, made, plain_run
 from stages_rig import tiled as staged_model
 
 from tatami import functions
-from tatami.comm import Op, run_threads
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, Op, run_threads
 from tatami.comm.transport import Transport
 from tatami.parallel import DataParallel
 from tatami.retiling import Retiler

@@ -3,8 +3,6 @@
 The source is read and nothing is imported, so that this takes a second.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """README and docs: programs and commands run as they are pasted, block by block; names that fragments use are there."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

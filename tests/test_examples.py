@@ -1,7 +1,5 @@
 """The examples run as their first lines say, and do what they promise."""
 
-from __future__ import annotations
-
 import random
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """One word, one thing: public class names are defined once, and the glossary tells of what there is."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Output files: nothing is overwritten unasked, only regular files ever, nothing is half written, nothing is left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

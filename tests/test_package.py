@@ -1,7 +1,5 @@
 """The package as a whole: its public names, and what importing it does not load."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`tatami.plan`: planners side by side for a network, without a rank."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

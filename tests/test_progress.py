@@ -1,7 +1,5 @@
 """Progress under a clock in hand: when a line is written, and what it says."""
 
-from __future__ import annotations
-
 import io
 import sys
 

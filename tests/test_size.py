@@ -1,7 +1,5 @@
 """There are no more lines of Python than CONTRIBUTING says; `pytest -s tests/test_size.py` prints them by package."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

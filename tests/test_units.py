@@ -1,7 +1,5 @@
 """Texts with units, and the tree of errors."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 

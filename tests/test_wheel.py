@@ -3,8 +3,6 @@
 Nothing is downloaded: what Tatami needs is taken from the environment that runs the tests.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,12 +1,10 @@
 """Random networks, layouts and batches, and the plain single-process run that tests of exactness compare with."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +14,8 @@ from torch import nn
 
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
-from tatami.comm import Recording
-from tatami.comm.base import AbstractCommunicator
-from tatami.tiling import Layout, StagedLayout
-from tatami.tiling.layout import Replica
+from tatami.comm import AbstractCommunicator, Recording
+from tatami.tiling import Layout, Replica, StagedLayout
 from tatami.train import TiledModel, tile, whole_state_dict
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}
@@ -59,10 +55,9 @@ class Functional(nn.Module):
         self.up = nn.Linear(features, units, bias=bias)
         self.down = nn.Linear(units, features, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden: torch.Tensor = 0.5 * torch.tanh(self.up(x)) + 0.1
-        result: torch.Tensor = x + self.down(hidden)
-        return result
+        return x + self.down(hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +119,8 @@ class WithUnused(nn.Module):
         self.network = network
         self.spare = nn.Linear(2, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.network(x)
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.network(x)
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -176,11 +170,7 @@ def layouts(draw: st.DrawFn, size: int) -> Layout:
     widths = shares(draw, len(replicas))
     return Layout(
         replicas=tuple(
-            Replica(
-                width=width,
-                processors=tuple(f"p{rank}" for rank in members),
-                heights=shares(draw, len(members)),
-            )
+            Replica(width=width, processors=tuple(f"p{rank}" for rank in members), heights=shares(draw, len(members)))
             for width, members in zip(widths, replicas, strict=True)
         )
     )

@@ -1,7 +1,5 @@
 """What benchmarks say of times that are known: medians, spreads and ratios, who counts, and every parameter in the record."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,9 +18,7 @@ from tatami.bench.allreduce import AllReduceBenchmark, bench_allreduce, tune
 from tatami.bench.interleaved import MOST_REPEATS, Contestant, Timed, machine, measured, message_record
 from tatami.bench.train import TrainBenchmark, bench_train
 from tatami.collective import ALGORITHMS
-from tatami.comm import run_threads
-from tatami.comm.allreduce import AllReduce, AllReduceSpec
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, AllReduce, AllReduceSpec, run_threads
 from tatami.comm.threads import single_communicator
 from tatami.comm.tuning import table_path
 from tatami.errors import InputError

@@ -1,7 +1,5 @@
 """Benchmarks that are scripts: every contestant is measured, records fit each other, and other processes find the modules."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The paper's evaluation: its facts, its arithmetic, its tables and pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

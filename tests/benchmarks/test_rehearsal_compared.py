@@ -1,7 +1,5 @@
 """The simulator held against measurements: its test bed, what ranks measure there, its constants, and held-out tilings."""
 
-from __future__ import annotations
-
 import json
 from math import fsum
 from typing import Any
@@ -18,12 +16,10 @@ from rehearsal.heldout import BEDS, bed_from_dict, drawn_layouts, found_by
 from rehearsal.rank import LabProbe
 from rehearsal.server import FLOAT_BYTES, ServerJob, server_job_from_dict, setup_of
 from rehearsal.setting import NET, SAMPLES, RankJob, job_from_dict, tilings
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.sim.processes import Runs
 from tatami.sim.server import simulate_server
 from tatami.sim.tiling import Startup
-from tatami.testing.worlds import World
 from tatami.workload import net_workload
 
 JOB = RankJob(bandwidth_bytes_per_s=125e6)
@@ -209,15 +205,11 @@ def test_the_goals_are_of_the_median_and_the_95th_percentile() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
-def test_ranks_measure_all_tilings_in_turn(world: World) -> None:
+def test_ranks_measure_all_tilings_in_turn(comm: AbstractCommunicator) -> None:
     bed = bed_from_dict(
         {**BEDS[0].to_dict(), "speeds": [1.0, 0.5], "net": "8-16-4", "samples": 32, "tilings": 2, "block_s": 0.01}
     )
-
-    def body(comm: AbstractCommunicator) -> None:
-        found = found_by(bed, comm)
-        assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
-        assert found["cluster"].count("speed = ") == 2
-        assert 'net = "8-16-4"' in found["cluster"]
-
-    world(body)
+    found = found_by(bed, comm)
+    assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
+    assert found["cluster"].count("speed = ") == 2
+    assert 'net = "8-16-4"' in found["cluster"]

@@ -1,7 +1,5 @@
 """Everything that writes a file for its user does it in one step, through `tatami.outputs`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,12 +14,10 @@ from tatami.checkpoints import MultiNodeCheckpoint
 from tatami.checkpoints.files import Manifest, write_manifest
 from tatami.checkpoints.tensors import write_tensors
 from tatami.cluster import Cluster, write_cluster
-from tatami.comm import run_threads
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.report import blank, save
 from tatami.report.server_run import RunReport
-from tatami.server import checkpoints
-from tatami.server.run_settings import RunSettings
+from tatami.server import RunSettings, checkpoints
 from tatami.server.saving import Saved
 
 SOURCE = Path(tatami.__file__).parent

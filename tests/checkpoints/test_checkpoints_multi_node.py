@@ -1,7 +1,5 @@
 """Checkpoints of many ranks: whole or not at all, found again after any loss, and never silently another state."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -69,24 +67,21 @@ def data_file(folder: Path, *, step: int, rank: int) -> Path:
 
 
 @pytest.mark.parametrize("own_disks", [False, True], ids=["shared", "own-disks"])
-def test_each_rank_gets_its_own_state_back(world: World, folder: Path, own_disks: bool) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        checkpoint = opened(comm, folder, own_disks=own_disks)
-        assert checkpoint.resume() is None
-        for step in (1, 2, 3):
-            checkpoint.save(step, state_of(comm.rank, step))
-        found = checkpoint.resume()
-        assert found is not None
-        assert (found.step, found.ranks, found.skipped) == (3, comm.size, ())
-        assert found.state["rank"] == comm.rank
-        assert torch.equal(found.state["weights"], state_of(comm.rank, 3)["weights"])
-        comm.barrier()
-        mine = Path(comm.bcast_object(folder)) / (f"disk-{comm.rank}" if own_disks else "")
-        assert sorted(path.name for path in mine.glob("step-*")) == ["step-00000002", "step-00000003"]
-        comm.barrier()
-        checkpoint.close()
-
-    world(body)
+def test_each_rank_gets_its_own_state_back(comm: AbstractCommunicator, folder: Path, own_disks: bool) -> None:
+    checkpoint = opened(comm, folder, own_disks=own_disks)
+    assert checkpoint.resume() is None
+    for step in (1, 2, 3):
+        checkpoint.save(step, state_of(comm.rank, step))
+    found = checkpoint.resume()
+    assert found is not None
+    assert (found.step, found.ranks, found.skipped) == (3, comm.size, ())
+    assert found.state["rank"] == comm.rank
+    assert torch.equal(found.state["weights"], state_of(comm.rank, 3)["weights"])
+    comm.barrier()
+    mine = Path(comm.bcast_object(folder)) / (f"disk-{comm.rank}" if own_disks else "")
+    assert sorted(path.name for path in mine.glob("step-*")) == ["step-00000002", "step-00000003"]
+    comm.barrier()
+    checkpoint.close()
 
 
 def test_a_run_goes_on_as_if_it_had_not_ended(world: World, folder: Path) -> None:
@@ -194,21 +189,18 @@ def test_a_lost_disk_is_made_up_for_by_the_copy_on_its_neighbours(folder: Path, 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("size", [10, 300_000])
-def test_what_a_rank_has_lost_comes_from_the_others(world: World, folder: Path, size: int) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        checkpoint = opened(comm, folder, own_disks=True, copies=1)
-        state = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
-        checkpoint.save(7, state)
-        if comm.rank == 1:
-            shutil.rmtree(Path(comm.bcast_object(folder)) / "disk-1")
-        else:
-            comm.bcast_object(folder)
-        found = checkpoint.resume()
-        assert found is not None
-        assert torch.equal(found.state, state)
-        checkpoint.close()
-
-    world(body)
+def test_what_a_rank_has_lost_comes_from_the_others(comm: AbstractCommunicator, folder: Path, size: int) -> None:
+    checkpoint = opened(comm, folder, own_disks=True, copies=1)
+    state = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
+    checkpoint.save(7, state)
+    if comm.rank == 1:
+        shutil.rmtree(Path(comm.bcast_object(folder)) / "disk-1")
+    else:
+        comm.bcast_object(folder)
+    found = checkpoint.resume()
+    assert found is not None
+    assert torch.equal(found.state, state)
+    checkpoint.close()
 
 
 def test_ranks_that_swapped_their_disks_get_their_own_state(folder: Path) -> None:
@@ -477,36 +469,30 @@ def test_later_checkpoints_of_another_run_are_not_touched(folder: Path) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_can_not_be_kept_is_named_on_all_ranks(world: World, folder: Path) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        checkpoint = opened(comm, folder)
-        for state, message in (
-            ({"a": [1, object()]}, rf"rank 1 of {comm.size}: state\[a.1\] is a object; a checkpoint holds tensors"),
-            ({"a": {(1, 2): 3}}, rf"rank 1 of {comm.size}: the key \(1, 2\) of state\[a\] is a tuple"),
-            (torch.eye(2).to_sparse(), rf"rank 1 of {comm.size}: the state is a torch.sparse_coo tensor"),
-        ):
-            with pytest.raises(CheckpointError, match=message):
-                checkpoint.save(1, state if comm.rank == 1 else {})
-        with pytest.raises(CheckpointError, match="step must be at least 0, not -1"):
-            checkpoint.save(-1, {})
-        with pytest.raises(InputError, match=r"the ranks are at different steps: \[0, 1"):
-            checkpoint.save(comm.rank, {})
-        assert checkpoint.resume() is None
-        checkpoint.close()
-
-    world(body)
+def test_what_can_not_be_kept_is_named_on_all_ranks(comm: AbstractCommunicator, folder: Path) -> None:
+    checkpoint = opened(comm, folder)
+    for state, message in (
+        ({"a": [1, object()]}, rf"rank 1 of {comm.size}: state\[a.1\] is a object; a checkpoint holds tensors"),
+        ({"a": {(1, 2): 3}}, rf"rank 1 of {comm.size}: the key \(1, 2\) of state\[a\] is a tuple"),
+        (torch.eye(2).to_sparse(), rf"rank 1 of {comm.size}: the state is a torch.sparse_coo tensor"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.save(1, state if comm.rank == 1 else {})
+    with pytest.raises(CheckpointError, match="step must be at least 0, not -1"):
+        checkpoint.save(-1, {})
+    with pytest.raises(InputError, match=r"the ranks are at different steps: \[0, 1"):
+        checkpoint.save(comm.rank, {})
+    assert checkpoint.resume() is None
+    checkpoint.close()
 
 
 @pytest.mark.ranks(2)
-def test_options_that_can_not_be_or_differ(world: World, folder: Path) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for options, message in (
-            ({"copies": 2}, "copies=2 for 2 ranks"),
-            ({"keep": 0}, "keep must be at least 1"),
-            ({"replica_sets": [[5]]}, "there is no rank 5"),
-            ({"keep": 1 + comm.rank}, "rank 0 has keep 1, rank 1 has keep 2"),
-        ):
-            with pytest.raises(InputError, match=message):
-                opened(comm, folder, **options)
-
-    world(body)
+def test_options_that_can_not_be_or_differ(comm: AbstractCommunicator, folder: Path) -> None:
+    for options, message in (
+        ({"copies": 2}, "copies=2 for 2 ranks"),
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"replica_sets": [[5]]}, "there is no rank 5"),
+        ({"keep": 1 + comm.rank}, "rank 0 has keep 1, rank 1 has keep 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            opened(comm, folder, **options)

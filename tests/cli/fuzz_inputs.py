@@ -3,8 +3,6 @@
 Nothing is drawn by chance. The values of a kind are dealt out in turn, so that every option gets some and every value comes up.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bad input: each with its own message and exit code 2, before anything is started or written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

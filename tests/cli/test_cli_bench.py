@@ -1,7 +1,5 @@
 """`tatami bench train`: JSON lines with every parameter and the machine, or a table."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

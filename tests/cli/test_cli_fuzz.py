@@ -1,7 +1,5 @@
 """Hundreds of odd inputs: each ends with an exit code and a few lines, without a traceback, and soon."""
 
-from __future__ import annotations
-
 import dataclasses
 import resource
 import time

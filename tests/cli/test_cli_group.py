@@ -1,7 +1,5 @@
 """How commands end: one message without a traceback, and an exit code; also where they are one of several ranks."""
 
-from __future__ import annotations
-
 import errno
 import io
 import warnings

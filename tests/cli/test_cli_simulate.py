@@ -1,7 +1,5 @@
 """`tatami simulate`: server, platform, allreduce and tiling, with and without deaths."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`tatami train`: what it reports and leaves behind; on one rank, on threads, and as a real MPI job."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`tatami watch`: how a run stands, from a log that grows."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

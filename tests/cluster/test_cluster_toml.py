@@ -1,7 +1,5 @@
 """Cluster files: what is written is read back, groups unfold, and every fault of a file is named at once."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -37,9 +35,9 @@ LINKS = st.builds(
 )
 
 
-OWN_LINKS = st.builds(
-    OwnLink, bandwidth_bytes_per_s=st.none() | st.floats(1e-3, 1e15), latency_s=st.floats(0, 60)
-) | st.builds(OwnLink, bandwidth_bytes_per_s=st.floats(1e-3, 1e15))
+OWN_LINKS = st.builds(OwnLink, bandwidth_bytes_per_s=st.none() | st.floats(1e-3, 1e15), latency_s=st.floats(0, 60)) | st.builds(
+    OwnLink, bandwidth_bytes_per_s=st.floats(1e-3, 1e15)
+)
 COSTS = st.just(0.0) | st.floats(1e-9, 1e3)
 
 

@@ -1,7 +1,5 @@
 """What each algorithm's steps are, where its sums begin, and what its builder refuses."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Sequence

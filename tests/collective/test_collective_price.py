@@ -1,7 +1,5 @@
 """What schedules cost, and the table that chooses among them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import ceil, log2

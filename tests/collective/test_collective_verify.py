@@ -1,7 +1,5 @@
 """`verify` proves what the builders build, and catches what is broken in any of the usual ways."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

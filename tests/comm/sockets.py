@@ -1,7 +1,5 @@
 """The sockets by which other machines can reach a process and its descendants; `python sockets.py FILE PID`, as ranks."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

@@ -1,7 +1,5 @@
 """How a process was started decides who its peers are."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import nullcontext

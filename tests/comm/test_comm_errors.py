@@ -1,7 +1,5 @@
 """What goes wrong is said: arguments that cannot be, ranks that do not come, ranks that die."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable
@@ -70,98 +68,77 @@ WRONG: dict[str, tuple[Operation, str]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", WRONG)
-def test_arguments_are_checked_before_anything_moves(world: World, case: str) -> None:
+def test_arguments_are_checked_before_anything_moves(comm: AbstractCommunicator, case: str) -> None:
     operation, message = WRONG[case]
-
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=message):
-            operation(comm)
-        comm.barrier()
-
-    world(body)
+    with pytest.raises(InputError, match=message):
+        operation(comm)
+    comm.barrier()
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_closed_communicator_refuses(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        part = comm.split(0)
-        assert part is not None
-        part.close()
-        with pytest.raises(ClosedError, match=rf"barrier on rank {comm.rank} of {comm.size}: this communicator was closed"):
-            part.barrier()
-        with pytest.raises(ClosedError, match="send"):
-            part.isend(ONE, 0)
-
-    world(body)
+def test_a_closed_communicator_refuses(comm: AbstractCommunicator) -> None:
+    part = comm.split(0)
+    assert part is not None
+    part.close()
+    with pytest.raises(ClosedError, match=rf"barrier on rank {comm.rank} of {comm.size}: this communicator was closed"):
+        part.barrier()
+    with pytest.raises(ClosedError, match="send"):
+        part.isend(ONE, 0)
 
 
 @pytest.mark.ranks(2)
-def test_a_recv_that_nobody_answers_times_out_and_says_so(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        comm.timeout_s = 0.2
-        with pytest.raises(CommTimeoutError) as caught:
-            comm.recv(torch.zeros(3), 1 - comm.rank, tag=17)
-        text = str(caught.value)
-        waited = re.match(
-            rf"recv from rank {1 - comm.rank} \(tag 17\) on rank {comm.rank} of 2 timed out after ([\d.]+) s: ", text
-        )
-        assert waited is not None
-        assert float(waited[1]) >= 0.2
-        assert f"nothing came from rank {1 - comm.rank}" in text
-        assert "Raise timeout_s" in text
-        comm.timeout_s = WORLD_TIMEOUT_S
-        comm.barrier()
-
-    world(body)
+def test_a_recv_that_nobody_answers_times_out_and_says_so(comm: AbstractCommunicator) -> None:
+    comm.timeout_s = 0.2
+    with pytest.raises(CommTimeoutError) as caught:
+        comm.recv(torch.zeros(3), 1 - comm.rank, tag=17)
+    text = str(caught.value)
+    waited = re.match(rf"recv from rank {1 - comm.rank} \(tag 17\) on rank {comm.rank} of 2 timed out after ([\d.]+) s: ", text)
+    assert waited is not None
+    assert float(waited[1]) >= 0.2
+    assert f"nothing came from rank {1 - comm.rank}" in text
+    assert "Raise timeout_s" in text
+    comm.timeout_s = WORLD_TIMEOUT_S
+    comm.barrier()
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.threads_only
-def test_a_collective_that_times_out_says_who_did_not_come(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        done = torch.zeros(1)
-        if comm.rank == 2:
-            for peer in (0, 1):
-                comm.recv(done, peer)
-            return
-        request = comm.iallreduce(torch.zeros(1))
-        told = comm.isend(done, 1 - comm.rank, tag=1)
-        comm.recv(torch.zeros(1), 1 - comm.rank, tag=1)  # both have joined
-        told.wait()
-        comm.timeout_s = 0.1
-        with pytest.raises(CommTimeoutError, match=r"allreduce on rank \d of 3 timed out after [\d.]+ s: rank 2 did not join"):
-            request.wait()
-        comm.timeout_s = WORLD_TIMEOUT_S
-        comm.send(done, 2)
-
-    world(body)
+def test_a_collective_that_times_out_says_who_did_not_come(comm: AbstractCommunicator) -> None:
+    done = torch.zeros(1)
+    if comm.rank == 2:
+        for peer in (0, 1):
+            comm.recv(done, peer)
+        return
+    request = comm.iallreduce(torch.zeros(1))
+    told = comm.isend(done, 1 - comm.rank, tag=1)
+    comm.recv(torch.zeros(1), 1 - comm.rank, tag=1)  # both have joined
+    told.wait()
+    comm.timeout_s = 0.1
+    with pytest.raises(CommTimeoutError, match=r"allreduce on rank \d of 3 timed out after [\d.]+ s: rank 2 did not join"):
+        request.wait()
+    comm.timeout_s = WORLD_TIMEOUT_S
+    comm.send(done, 2)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
-def test_a_send_that_nobody_takes_times_out(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        if comm.rank == 0:
-            comm.timeout_s = 0.1
-            with pytest.raises(CommTimeoutError, match=r"send to rank 1 \(tag 3\) on rank 0 of 2 .* rank 1 did not take it"):
-                comm.isend(ONE, 1, tag=3).wait()
-            comm.timeout_s = WORLD_TIMEOUT_S
-        comm.barrier()
-
-    world(body)
+def test_a_send_that_nobody_takes_times_out(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        comm.timeout_s = 0.1
+        with pytest.raises(CommTimeoutError, match=r"send to rank 1 \(tag 3\) on rank 0 of 2 .* rank 1 did not take it"):
+            comm.isend(ONE, 1, tag=3).wait()
+        comm.timeout_s = WORLD_TIMEOUT_S
+    comm.barrier()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("sent", "room"), [(3, 4), (5, 4)])
-def test_a_message_of_another_size_is_an_error_where_it_arrives(world: World, sent: int, room: int) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        if comm.rank == 0:
-            comm.send(torch.zeros(sent), 1, tag=2)
-        else:
-            with pytest.raises(CommError, match=r"recv from rank 0 \(tag 2\) on rank 1 of 2"):
-                comm.recv(torch.zeros(room), 0, tag=2)
-
-    world(body)
+def test_a_message_of_another_size_is_an_error_where_it_arrives(comm: AbstractCommunicator, sent: int, room: int) -> None:
+    if comm.rank == 0:
+        comm.send(torch.zeros(sent), 1, tag=2)
+    else:
+        with pytest.raises(CommError, match=r"recv from rank 0 \(tag 2\) on rank 1 of 2"):
+            comm.recv(torch.zeros(room), 0, tag=2)
 
 
 @pytest.mark.ranks(2)

@@ -1,7 +1,5 @@
 """A job on this machine: its token, what PMI answers its ranks, and what is left of it in shared memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import stat

@@ -1,7 +1,5 @@
 """Real jobs: they end well, and when a rank fails they end and say which, though the other ranks would wait forever."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

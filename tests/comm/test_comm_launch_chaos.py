@@ -1,7 +1,5 @@
 """`tatami run`, ended by a signal at any moment: it leaves no process and no file. `make chaos` does it 100 times."""
 
-from __future__ import annotations
-
 import os
 import random
 import secrets

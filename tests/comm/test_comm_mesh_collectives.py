@@ -1,7 +1,5 @@
 """Collectives made of messages over TCP: in one go and in pieces, in several rounds, at once, and where ranks disagree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,8 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tatami.comm import mesh_collectives
-from tatami.comm.reduction import Op
+from tatami.comm import Op, mesh_collectives
 from tatami.comm.tcp import TcpCommunicator
 from tatami.errors import CommError, CommTimeoutError
 

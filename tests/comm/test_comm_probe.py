@@ -1,7 +1,5 @@
 """Links and the cost of messages, measured: between which ranks, and what comes out."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -52,14 +50,11 @@ class Slow:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_slow_link_is_measured_by_few_messages(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        clock = Slow()
-        links = measure_links(comm, large_bytes=1 << 10, clock=clock)
-        assert {link.latency_s for link in links.values()} == {0.5}
-        assert clock.looks <= 2 * (1 + 2 * 3), "three round trips of each size, of which the last says that it is the last"
-
-    world(body)
+def test_a_slow_link_is_measured_by_few_messages(comm: AbstractCommunicator) -> None:
+    clock = Slow()
+    links = measure_links(comm, large_bytes=1 << 10, clock=clock)
+    assert {link.latency_s for link in links.values()} == {0.5}
+    assert clock.looks <= 2 * (1 + 2 * 3), "three round trips of each size, of which the last says that it is the last"
 
 
 class Half:
@@ -80,32 +75,26 @@ class Half:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_cpu_time_counts_over_the_share_of_a_core(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        clock = Half()
-        costs = measure_message_costs(comm, repeats=2, clock=clock, cpu_s=clock.cpu_s)
-        assert comm.allgather_object(costs) == [costs] * comm.size
-        if comm.size == 1:
-            assert (costs[0].message_s, costs[0].core_share) == (0.0, 1.0)
-            return
-        for cost in costs:
-            assert cost.core_share == pytest.approx(0.5, rel=0.1)
-            # A burst takes two ticks of CPU time, in posting and in taking: of 16 short messages sent and 16 received, or of 8
-            # and 8 of 64 KiB, so that one of these takes a 16th of two ticks, and what it takes longer is its bytes.
-            assert cost.message_s == pytest.approx(2 * 0.005 / 32 / cost.core_share)
-            longer_s = (2 * 0.005 / 16 - 2 * 0.005 / 32) / cost.core_share
-            assert cost.copy_bytes_per_s == pytest.approx((64 * 1024 - 8) / longer_s)
-        assert clock.asleep_s > 0
-
-    world(body)
+def test_cpu_time_counts_over_the_share_of_a_core(comm: AbstractCommunicator) -> None:
+    clock = Half()
+    costs = measure_message_costs(comm, repeats=2, clock=clock, cpu_s=clock.cpu_s)
+    assert comm.allgather_object(costs) == [costs] * comm.size
+    if comm.size == 1:
+        assert (costs[0].message_s, costs[0].core_share) == (0.0, 1.0)
+        return
+    for cost in costs:
+        assert cost.core_share == pytest.approx(0.5, rel=0.1)
+        # A burst takes two ticks of CPU time, in posting and in taking: of 16 short messages sent and 16 received, or of 8
+        # and 8 of 64 KiB, so that one of these takes a 16th of two ticks, and what it takes longer is its bytes.
+        assert cost.message_s == pytest.approx(2 * 0.005 / 32 / cost.core_share)
+        longer_s = (2 * 0.005 / 16 - 2 * 0.005 / 32) / cost.core_share
+        assert cost.copy_bytes_per_s == pytest.approx((64 * 1024 - 8) / longer_s)
+    assert clock.asleep_s > 0
 
 
 @pytest.mark.ranks(2)
-def test_it_is_measured(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        for cost in measure_message_costs(comm, repeats=2):
-            assert 0 < cost.message_s < 1
-            assert cost.copy_bytes_per_s > 0
-            assert 0 < cost.core_share <= 1
-
-    world(body)
+def test_it_is_measured(comm: AbstractCommunicator) -> None:
+    for cost in measure_message_costs(comm, repeats=2):
+        assert 0 < cost.message_s < 1
+        assert cost.copy_bytes_per_s > 0
+        assert 0 < cost.core_share <= 1

@@ -1,7 +1,5 @@
 """What one rank refuses ends the waits of all, with the same error, on threads and on ranks that are processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -12,13 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from drawing import one_at_a_time
-from tatami.comm import fail_together, run
-from tatami.comm.base import AbstractCommunicator
+from drawing import mlp
+from tatami.comm import AbstractCommunicator, fail_together, run
+from tatami.comm.agreement import all_or_none, decided_on_root, problems_of, same_everywhere
 from tatami.comm.refusals import LONGEST_TEXT, Refusals
-from tatami.errors import InputError, ModelError, TrainingError
+from tatami.errors import (
+    CheckpointError,
+    CommError,
+    InputError,
+    MissingExtraError,
+    ModelError,
+    NotFiniteError,
+    OutputExistsError,
+    PlanError,
+    TrainingError,
+)
 from tatami.parallel import DataParallel, MultiNodeOptimizer
 from tatami.testing.worlds import World
 from tatami.train import Trainer, tile
@@ -45,22 +52,18 @@ def fail_or_wait(comm: AbstractCommunicator, error: Exception, *, on: AbstractCo
     ],
 )
 def test_an_error_of_one_rank_ends_the_waits_of_all(
-    world: World, kind: type[Exception], text: str, expected: type[Exception], sentence: str
+    comm: AbstractCommunicator, kind: type[Exception], text: str, expected: type[Exception], sentence: str
 ) -> None:
     """Also on parts of the communicator; it goes on afterwards, and failures of all ranks end no wait."""
-
-    def body(comm: AbstractCommunicator) -> list[Any]:
-        part = comm.duplicate()
-        for on in (comm, part):
-            is_own = comm.rank == 1
-            with pytest.raises(kind if is_own else expected, match=None if is_own else sentence):
-                fail_or_wait(comm, kind(text), on=on)
-            for _ in range(3):
-                with pytest.raises(InputError, match="all"), fail_together(comm):
-                    raise InputError("all ranks")
-        return comm.allgather_object(comm.rank)
-
-    assert world(body) == [list(range(world.size))] * world.size
+    part = comm.duplicate()
+    for on in (comm, part):
+        is_own = comm.rank == 1
+        with pytest.raises(kind if is_own else expected, match=None if is_own else sentence):
+            fail_or_wait(comm, kind(text), on=on)
+        for _ in range(3):
+            with pytest.raises(InputError, match="all"), fail_together(comm):
+                raise InputError("all ranks")
+    assert comm.allgather_object(comm.rank) == list(range(comm.size))
 
 
 def test_the_nth_failure_of_a_rank_ends_waits_for_it_of_those_that_failed_less_often() -> None:
@@ -84,12 +87,7 @@ def test_the_nth_failure_of_a_rank_ends_waits_for_it_of_those_that_failed_less_o
 
 
 # -- where Tatami tells by itself ------------------------------------------------------------------------------------------
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+network = partial(mlp, 6, 8, 3)
 
 
 def tiled(comm: AbstractCommunicator, *replicas: list[int]) -> Any:
@@ -179,3 +177,100 @@ comm.barrier()
         for name, sentence in rank.items():
             assert CASES[name][3] in sentence
             assert "TimeoutError" not in sentence
+
+
+def test_the_same_facts_pass_and_cost_a_single_rank_nothing(comm: AbstractCommunicator) -> None:
+    same_everywhere(comm, {"size": 3, "shape": (2, 3), "layout": None}, where="here")
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ({"a": 1, "b": 3}, "rank 0 has b 2, rank {last} has b 3"),
+        ({"a": 1}, "rank 0 has b 2, rank {last} has nothing more"),
+        ({"a": 1, "b": 2, "c": 0}, "rank 0 has nothing more, rank {last} has c 0"),
+        ({"b": 2, "a": 1}, "rank 0 has a 1, rank {last} has b 2"),
+    ],
+)
+def test_the_first_rank_and_the_first_fact_that_differ_are_named_on_all_ranks(
+    comm: AbstractCommunicator, theirs: dict[str, int], told: str
+) -> None:
+    last = comm.size - 1
+    with pytest.raises(PlanError) as caught:
+        same_everywhere(comm, theirs if comm.rank == last else {"a": 1, "b": 2}, where="the test", error=PlanError)
+    assert str(caught.value) == f"the test: {told.format(last=last)}; all ranks must have the same"
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_the_root_decides_alone_for_all(world: World, root: int) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[list[int], bool]:
+        called = []
+
+        def decide() -> list[int]:
+            called.append(comm.rank)
+            return [7, comm.rank]
+
+        return decided_on_root(comm, decide, root=root % comm.size), bool(called)
+
+    root_rank = root % world.size
+    assert world(body) == [([7, root_rank], rank == root_rank) for rank in range(world.size)]
+
+
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [
+        (OutputExistsError("x is there"), OutputExistsError),
+        (NotFiniteError("the loss", rank=1, iteration=2), NotFiniteError),  # its constructor needs more than the message
+        (MissingExtraError("Ray", extra="server"), MissingExtraError),
+        (KeyError("accuracy"), TrainingError),
+        (OSError(28, "No space left"), OSError),
+    ],
+)
+def test_what_the_root_refuses_all_ranks_refuse(
+    comm: AbstractCommunicator, error: Exception, elsewhere: type[Exception]
+) -> None:
+    def refuse() -> None:
+        raise error
+
+    with pytest.raises(type(error) if comm.rank == 0 else elsewhere) as caught:
+        decided_on_root(comm, refuse)
+    wanted = "KeyError: 'accuracy'" if isinstance(error, KeyError) else str(error)
+    assert wanted in str(caught.value) or comm.rank == 0
+    comm.barrier()
+
+
+def test_all_or_none(comm: AbstractCommunicator) -> None:
+    assert all_or_none(comm, lambda: comm.rank * 10, what="it failed") == comm.rank * 10
+
+    def sometimes(failing: set[int], error: Exception) -> Any:
+        if comm.rank in failing:
+            raise error
+        return "done"
+
+    last = comm.size - 1
+    with pytest.raises(TrainingError) as caught:
+        all_or_none(comm, lambda: sometimes({last}, ValueError("odd")), what="the step failed")
+    assert str(caught.value) == f"the step failed on rank {last} of {comm.size}: ValueError: odd"
+    assert (caught.value.__cause__ is not None) == (comm.rank == last)
+    with pytest.raises(CheckpointError) as several:
+        all_or_none(comm, lambda: sometimes({0, last}, InputError("too long")), what="it was not kept", error=CheckpointError)
+    lines = [f"on rank {rank} of {comm.size}: too long" for rank in sorted({0, last})]
+    assert str(several.value) == "it was not kept " + "\n  ".join(lines)
+
+
+def test_an_error_of_communication_is_raised_where_it_is_and_not_told(comm: AbstractCommunicator) -> None:
+    """The others could not be told; here no rank calls another one."""
+
+    def fail() -> None:
+        raise CommError("the link is cut")
+
+    with pytest.raises(CommError, match="the link is cut"):
+        all_or_none(comm, fail, what="it failed")
+    if comm.rank == 0:
+        with pytest.raises(CommError, match="the link is cut"):
+            decided_on_root(comm, fail)
+
+
+def test_problems_by_rank(comm: AbstractCommunicator) -> None:
+    assert problems_of(comm, comm.rank if comm.rank % 2 else None) == {rank: rank for rank in range(1, comm.size, 2)}

@@ -1,7 +1,5 @@
 """Ranks of one machine talk over its loopback: no socket of a local run can be reached from another machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """What is special about ranks of torch.distributed; the other tests of communication run on them with `--world=torchrun`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

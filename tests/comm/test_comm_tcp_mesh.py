@@ -1,7 +1,5 @@
 """Messages over TCP: matched, in order, whole, and broken for both sides at once."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket

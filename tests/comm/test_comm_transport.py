@@ -1,7 +1,5 @@
 """How tensors of devices travel: the decision is pure, and says why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`auto`: by the table of this cluster where there is a fresh one, by the cost model where not."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tatami.collective import SizeTimings, TuningTable
-from tatami.comm import run_threads
-from tatami.comm.allreduce import AllReduce, AllReduceSpec
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, AllReduce, AllReduceSpec, run_threads
 from tatami.comm.tuning import candidates, cheapest, fingerprint_of, keep_table, read_table, table_path, tuned_bucket_bytes
 from tatami.outputs import write_text
 

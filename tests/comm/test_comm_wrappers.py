@@ -1,7 +1,5 @@
 """Communicators around communicators: counting, and faults on order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

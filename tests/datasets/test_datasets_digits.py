@@ -1,7 +1,5 @@
 """Digits, draws and splits, and data sets by name."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """NETtalk: codes by hand, decoding, the faults of a corpus file; and the real corpus where it lies beside the project."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A text as a task: sequences of characters, and those that follow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

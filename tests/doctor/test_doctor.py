@@ -1,7 +1,5 @@
 """`tatami doctor`: from facts to advice; and hosts that are there, are not, differ, or cannot be reached."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct
@@ -16,9 +14,20 @@ from typer.testing import CliRunner
 import tatami
 from hand_clock import HandClock
 from tatami.cli.app import app
-from tatami.doctor import HostFacts, LoadWatch, Trial, compared, connected, diagnosed, examine, facts_here, steps_to_take, tried
+from tatami.doctor import (
+    Diagnosis,
+    HostFacts,
+    LoadWatch,
+    Trial,
+    compared,
+    connected,
+    diagnosed,
+    examine,
+    facts_here,
+    steps_to_take,
+    tried,
+)
 from tatami.doctor.agent import _greet, reach
-from tatami.doctor.diagnosis import Diagnosis
 from tatami.doctor.host_facts import PACKAGES
 from tatami.doctor.hosts import SHELL_VARIABLE, host_names
 from tatami.errors import InputError

@@ -1,7 +1,5 @@
 """What the ranks of the tests run, and the plain run that they are compared with."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -1,7 +1,5 @@
 """Ranks that are added to an elastic run: a few start at a time, those that start are told, and there is a most."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

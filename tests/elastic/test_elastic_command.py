@@ -1,7 +1,5 @@
 """`tatami run --elastic` as a user sees it where a run does not go as it should: what is said, and what is written."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

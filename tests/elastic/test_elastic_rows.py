@@ -1,7 +1,5 @@
 """A model among other ranks than before, without Ray: ranks as threads, of which one is left out."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from functools import partial
@@ -11,8 +9,7 @@ import torch
 from torch import nn
 
 from tatami.cluster import Cluster
-from tatami.comm import run_threads
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.errors import InputError
 from tatami.membership import Held, Regroup, mirrors_of, takes

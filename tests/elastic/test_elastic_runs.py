@@ -1,7 +1,5 @@
 """Runs that lose ranks end with the parameters and the losses of the undisturbed one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -25,8 +23,7 @@ import elastic_scripts as scripts
 from elastic_scripts import Killer, KillerOfAll
 
 from tatami.cli.app import app
-from tatami.elastic import launch
-from tatami.elastic.launch import ElasticResult, run_elastic
+from tatami.elastic import ElasticResult, launch, run_elastic
 from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings, Moment
 from tatami.engine.crew import Member, Pool, _kill
 from tatami.engine.processes import Identity

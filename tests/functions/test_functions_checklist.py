@@ -1,7 +1,5 @@
 """Rows of ChainerMN's own test checklist that are not tested elsewhere, with values; see docs/from-chainermn.md."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path
@@ -12,7 +10,6 @@ import torch
 
 from tatami import functions
 from tatami.comm import AbstractCommunicator
-from tatami.testing.worlds import World
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 
@@ -24,142 +21,119 @@ def ragged(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tenso
 
 
 @DTYPES
-def test_allgather_of_ragged_parts_keeps_their_dtype(world: World, dtype: torch.dtype) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = ragged(comm.rank, dtype, (10, comm.rank + 1))
-        pieces = functions.allgather(x, comm)
-        for rank, piece in enumerate(pieces):
-            assert piece.dtype == dtype
-            torch.testing.assert_close(piece, ragged(rank, dtype, (10, rank + 1)), rtol=0, atol=0)
-        torch.stack([piece.sum() * (comm.rank + 1) for piece in pieces]).sum().backward()  # type: ignore[no-untyped-call]
+def test_allgather_of_ragged_parts_keeps_their_dtype(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
+    x = ragged(comm.rank, dtype, (10, comm.rank + 1))
+    pieces = functions.allgather(x, comm)
+    for rank, piece in enumerate(pieces):
+        assert piece.dtype == dtype
+        torch.testing.assert_close(piece, ragged(rank, dtype, (10, rank + 1)), rtol=0, atol=0)
+    torch.stack([piece.sum() * (comm.rank + 1) for piece in pieces]).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    assert (x.grad == comm.size * (comm.size + 1) // 2).all()
+
+
+@DTYPES
+def test_alltoall_with_an_empty_part_of_rank_0(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
+    xs = [ragged(10 * comm.rank + rank, dtype, (comm.rank, rank + 1)) for rank in range(comm.size)]
+    ys = functions.alltoall(xs, comm)
+    for rank, y in enumerate(ys):
+        expected = ragged(10 * rank + comm.rank, dtype, (rank, comm.rank + 1))
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    torch.stack([(comm.rank + 2) * y.sum() for y in ys]).sum().backward()  # type: ignore[no-untyped-call]
+    for rank, x in enumerate(xs):
+        torch.testing.assert_close(x.grad, torch.full_like(x, rank + 2), rtol=0, atol=0)
+
+
+@DTYPES
+def test_bcast_and_scatter_from_rank_0_in_any_dtype(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
+    is_root = comm.rank == 0
+    x = ragged(0, dtype, (100, 100))
+    y: Any = functions.bcast(x if is_root else None, comm)
+    torch.testing.assert_close(y, x, rtol=0, atol=0)
+    parts = [ragged(rank, dtype, (rank + 1, rank + 1)) for rank in range(comm.size)]
+    part: Any = functions.scatter(parts if is_root else None, comm)
+    torch.testing.assert_close(part, parts[comm.rank], rtol=0, atol=0)
+    functions.backward(y[0].sum() + (comm.rank + 2) * part.sum())
+    if is_root:
         assert x.grad is not None
-        assert x.grad.dtype == dtype
-        assert (x.grad == comm.size * (comm.size + 1) // 2).all()
-
-    world(body)
-
-
-@DTYPES
-def test_alltoall_with_an_empty_part_of_rank_0(world: World, dtype: torch.dtype) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        xs = [ragged(10 * comm.rank + rank, dtype, (comm.rank, rank + 1)) for rank in range(comm.size)]
-        ys = functions.alltoall(xs, comm)
-        for rank, y in enumerate(ys):
-            expected = ragged(10 * rank + comm.rank, dtype, (rank, comm.rank + 1))
-            assert y.dtype == dtype
-            torch.testing.assert_close(y, expected, rtol=0, atol=0)
-        torch.stack([(comm.rank + 2) * y.sum() for y in ys]).sum().backward()  # type: ignore[no-untyped-call]
-        for rank, x in enumerate(xs):
-            torch.testing.assert_close(x.grad, torch.full_like(x, rank + 2), rtol=0, atol=0)
-
-    world(body)
+        assert (x.grad[0] == comm.size).all()
+        assert (x.grad[1:] == 0).all()
+        for rank, each in enumerate(parts):
+            torch.testing.assert_close(each.grad, torch.full_like(each, rank + 2), rtol=0, atol=0)
 
 
 @DTYPES
-def test_bcast_and_scatter_from_rank_0_in_any_dtype(world: World, dtype: torch.dtype) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        is_root = comm.rank == 0
-        x = ragged(0, dtype, (100, 100))
-        y: Any = functions.bcast(x if is_root else None, comm)
-        torch.testing.assert_close(y, x, rtol=0, atol=0)
-        parts = [ragged(rank, dtype, (rank + 1, rank + 1)) for rank in range(comm.size)]
-        part: Any = functions.scatter(parts if is_root else None, comm)
-        torch.testing.assert_close(part, parts[comm.rank], rtol=0, atol=0)
-        functions.backward(y[0].sum() + (comm.rank + 2) * part.sum())
-        if is_root:
-            assert x.grad is not None
-            assert (x.grad[0] == comm.size).all()
-            assert (x.grad[1:] == 0).all()
-            for rank, each in enumerate(parts):
-                torch.testing.assert_close(each.grad, torch.full_like(each, rank + 2), rtol=0, atol=0)
-
-    world(body)
-
-
-@DTYPES
-def test_gather_on_rank_0_and_backward_from_the_delegate(world: World, dtype: torch.dtype) -> None:
+def test_gather_on_rank_0_and_backward_from_the_delegate(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
     """As the reference does it: a rank other than the root runs backward on what gather returned."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        x = ragged(comm.rank, dtype, (comm.rank + 1, comm.rank + 1))
-        got: Any = functions.gather(x, comm)
-        if comm.rank == 0:
-            for rank, each in enumerate(got):
-                torch.testing.assert_close(each, ragged(rank, dtype, (rank + 1, rank + 1)), rtol=0, atol=0)
-            torch.stack([(rank + 1) * each.sum() for rank, each in enumerate(got)]).sum().backward()  # type: ignore[no-untyped-call]
-        else:
-            got.backward()
-        torch.testing.assert_close(x.grad, torch.full_like(x, comm.rank + 1), rtol=0, atol=0)
-
-    world(body)
+    x = ragged(comm.rank, dtype, (comm.rank + 1, comm.rank + 1))
+    got: Any = functions.gather(x, comm)
+    if comm.rank == 0:
+        for rank, each in enumerate(got):
+            torch.testing.assert_close(each, ragged(rank, dtype, (rank + 1, rank + 1)), rtol=0, atol=0)
+        torch.stack([(rank + 1) * each.sum() for rank, each in enumerate(got)]).sum().backward()  # type: ignore[no-untyped-call]
+    else:
+        got.backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, comm.rank + 1), rtol=0, atol=0)
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_retain_what_rank_0_sent_comes_back_to_it_by_its_delegate(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        if comm.rank == 0:
-            x = torch.arange(4.0, dtype=torch.float64).requires_grad_()
-            delegate = functions.send(x, comm, dest=following)
-            y: Any = functions.recv(comm, source=preceding, delegate=delegate)
-            y.sum().backward()
-            torch.testing.assert_close(x.grad, torch.full_like(x, 3.0 ** (comm.size - 1)))
-        else:
-            came: Any = functions.recv(comm, source=preceding)
-            functions.send(3 * came, comm, dest=following).backward()  # type: ignore[no-untyped-call]
-
-    world(body)
+def test_retain_what_rank_0_sent_comes_back_to_it_by_its_delegate(comm: AbstractCommunicator) -> None:
+    following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank == 0:
+        x = torch.arange(4.0, dtype=torch.float64).requires_grad_()
+        delegate = functions.send(x, comm, dest=following)
+        y: Any = functions.recv(comm, source=preceding, delegate=delegate)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, torch.full_like(x, 3.0 ** (comm.size - 1)))
+    else:
+        came: Any = functions.recv(comm, source=preceding)
+        functions.send(3 * came, comm, dest=following).backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("length", [1, 2])
-def test_tuples_of_one_and_two_are_relayed_as_they_are(world: World, length: int) -> None:
+def test_tuples_of_one_and_two_are_relayed_as_they_are(comm: AbstractCommunicator, length: int) -> None:
     """Also one of one: nothing has to be forced."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        last = comm.size - 1
-        xs = tuple(torch.full((2, 3), float(index), requires_grad=True) for index in range(length))
-        if comm.rank == 0:
-            functions.send(xs, comm, dest=1)
-            functions.backward()
-            for index, x in enumerate(xs):
-                torch.testing.assert_close(x.grad, torch.full_like(x, index + 5))
-            return
-        came: Any = functions.recv(comm, source=comm.rank - 1)
-        assert type(came) is tuple
-        assert len(came) == length
-        torch.testing.assert_close([each.detach() for each in came], [x.detach() for x in xs])
-        if comm.rank == last:
-            torch.stack([(index + 5) * each.sum() for index, each in enumerate(came)]).sum().backward()  # type: ignore[no-untyped-call]
-        else:
-            functions.send(came, comm, dest=comm.rank + 1)
-            functions.backward()
-
-    world(body)
+    last = comm.size - 1
+    xs = tuple(torch.full((2, 3), float(index), requires_grad=True) for index in range(length))
+    if comm.rank == 0:
+        functions.send(xs, comm, dest=1)
+        functions.backward()
+        for index, x in enumerate(xs):
+            torch.testing.assert_close(x.grad, torch.full_like(x, index + 5))
+        return
+    came: Any = functions.recv(comm, source=comm.rank - 1)
+    assert type(came) is tuple
+    assert len(came) == length
+    torch.testing.assert_close([each.detach() for each in came], [x.detach() for x in xs])
+    if comm.rank == last:
+        torch.stack([(index + 5) * each.sum() for index, each in enumerate(came)]).sum().backward()  # type: ignore[no-untyped-call]
+    else:
+        functions.send(came, comm, dest=comm.rank + 1)
+        functions.backward()
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_tensor_that_needs_no_gradient_can_be_sent_and_all_ranks_come_through_backward(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = torch.ones(3, requires_grad=True)
-        if comm.rank == 0:
-            delegate = functions.send(torch.arange(3.0), comm, dest=1)
-            (y,) = functions.pseudo_connect(delegate, x)
-            y.sum().backward()  # type: ignore[no-untyped-call]
-            assert x.grad is not None
-            assert x.grad.tolist() == [1.0] * 3
-            return
-        came: Any = functions.recv(comm, source=comm.rank - 1)
-        assert came.tolist() == [0.0, 1.0, 2.0]
-        if comm.rank < comm.size - 1:
-            functions.send(came, comm, dest=comm.rank + 1)
-            functions.backward()
-        else:
-            (came * x).sum().backward()
-            assert x.grad is not None
-            assert x.grad.tolist() == [0.0, 1.0, 2.0]
-
-    world(body)
+def test_a_tensor_that_needs_no_gradient_can_be_sent_and_all_ranks_come_through_backward(comm: AbstractCommunicator) -> None:
+    x = torch.ones(3, requires_grad=True)
+    if comm.rank == 0:
+        delegate = functions.send(torch.arange(3.0), comm, dest=1)
+        (y,) = functions.pseudo_connect(delegate, x)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert x.grad.tolist() == [1.0] * 3
+        return
+    came: Any = functions.recv(comm, source=comm.rank - 1)
+    assert came.tolist() == [0.0, 1.0, 2.0]
+    if comm.rank < comm.size - 1:
+        functions.send(came, comm, dest=comm.rank + 1)
+        functions.backward()
+    else:
+        (came * x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)

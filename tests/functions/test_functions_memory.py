@@ -1,7 +1,5 @@
 """Memory that is lent again, and results that are changed in place."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ from tatami import functions
 from tatami.comm import AbstractCommunicator
 from tatami.functions import memory
 from tatami.functions.memory import Memory
-from tatami.testing.worlds import World
 
 SHAPE = (256, 512)
 SIZE_BYTES = 4 * 256 * 512
@@ -65,24 +62,20 @@ def test_keeps_no_more_than_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.ranks(2, 3)
-def test_large_tensors_of_many_steps_keep_their_values(world: World) -> None:
+def test_large_tensors_of_many_steps_keep_their_values(comm: AbstractCommunicator) -> None:
     """What came in one step is as it was, although memory of other steps is lent again meanwhile."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        kept = []
-        x = torch.zeros(SHAPE, requires_grad=True)
-        for step in range(6):
-            came = functions.sendrecv(x + (10 * step + comm.rank), comm, dest=dest, source=source)
-            if step % 2 == 0:
-                kept.append((step, came.detach()))
-            functions.backward((step + 1) * came.t())
-        for step, tensor in kept:
-            assert bool((tensor == 10 * step + source).all())
-        assert x.grad is not None
-        assert bool((x.grad == 21.0).all())
-
-    world(body)
+    source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    kept = []
+    x = torch.zeros(SHAPE, requires_grad=True)
+    for step in range(6):
+        came = functions.sendrecv(x + (10 * step + comm.rank), comm, dest=dest, source=source)
+        if step % 2 == 0:
+            kept.append((step, came.detach()))
+        functions.backward((step + 1) * came.t())
+    for step, tensor in kept:
+        assert bool((tensor == 10 * step + source).all())
+    assert x.grad is not None
+    assert bool((x.grad == 21.0).all())
 
 
 SIZES = {"small": 8, "large": 48 * 1024}
@@ -108,21 +101,18 @@ CALLS: dict[str, Callable[[torch.Tensor, AbstractCommunicator], list[torch.Tenso
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CALLS)
-def test_results_may_be_changed_in_place(world: World, name: str, size: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        found = []
-        for change in (torch.relu, torch.relu_):
-            x = torch.linspace(-1.0, 1.0, SIZES[size], dtype=torch.float64).requires_grad_()
-            kept = x.detach().clone()
-            outputs: list[Any] = [change(output) for output in CALLS[name](x, comm)]
-            functions.backward(torch.stack([(output * (output + 1)).sum() for output in outputs]).sum())
-            assert torch.equal(x.detach(), kept), "the input was changed"
-            found.append((x.grad, outputs))
-        (plain, plain_outputs), (in_place, outputs) = found
-        assert (plain is None) == (in_place is None)
-        if plain is not None and in_place is not None:
-            torch.testing.assert_close(in_place, plain, rtol=0, atol=0)
-        for output, expected in zip(outputs, plain_outputs, strict=True):
-            torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-    world(body)
+def test_results_may_be_changed_in_place(comm: AbstractCommunicator, name: str, size: str) -> None:
+    found = []
+    for change in (torch.relu, torch.relu_):
+        x = torch.linspace(-1.0, 1.0, SIZES[size], dtype=torch.float64).requires_grad_()
+        kept = x.detach().clone()
+        outputs: list[Any] = [change(output) for output in CALLS[name](x, comm)]
+        functions.backward(torch.stack([(output * (output + 1)).sum() for output in outputs]).sum())
+        assert torch.equal(x.detach(), kept), "the input was changed"
+        found.append((x.grad, outputs))
+    (plain, plain_outputs), (in_place, outputs) = found
+    assert (plain is None) == (in_place is None)
+    if plain is not None and in_place is not None:
+        torch.testing.assert_close(in_place, plain, rtol=0, atol=0)
+    for output, expected in zip(outputs, plain_outputs, strict=True):
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)

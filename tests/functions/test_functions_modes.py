@@ -1,8 +1,7 @@
 """Under what torch does to a forward pass: no_grad, double backward, checkpointing, autocast."""
 
-from __future__ import annotations
-
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -22,18 +21,17 @@ def close(got: torch.Tensor | None, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
-def penalized(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def penalized(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> Any:
     score = (torch.tanh(x @ a).pow(2) * b).sum()
     (slope,) = torch.autograd.grad(score, x, create_graph=True)
-    total: torch.Tensor = score + (slope.norm() - 1) ** 2
-    return total
+    return score + (slope.norm() - 1) ** 2
 
 
 @pytest.mark.ranks(2)
 def test_gradient_penalty_across_ranks(world: World) -> None:
     """The slope of rank 1's score at rank 0's input, whose own gradient changes the weights of both."""
     a, b, x = A.clone().requires_grad_(), B.clone().requires_grad_(), X.clone().requires_grad_()
-    penalized(a, b, x).backward()  # type: ignore[no-untyped-call]
+    penalized(a, b, x).backward()
 
     def body(comm: AbstractCommunicator) -> torch.Tensor | None:
         if comm.rank == 0:
@@ -106,19 +104,16 @@ def test_double_backward_of_collectives(world: World, name: str) -> None:
         close(torch.zeros_like(x) if got is None else got, torch.zeros_like(x) if x.grad is None else x.grad)
 
 
-def test_no_grad(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = torch.ones(2, requires_grad=True)
-        with torch.no_grad():
-            total = functions.allreduce(x, comm)
-            parts = functions.allgather(x, comm)
-        assert not total.requires_grad
-        assert not any(part.requires_grad for part in parts)
-        assert total.tolist() == [comm.size] * 2
-        functions.backward()
-        assert x.grad is None
-
-    world(body)
+def test_no_grad(comm: AbstractCommunicator) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        total = functions.allreduce(x, comm)
+        parts = functions.allgather(x, comm)
+    assert not total.requires_grad
+    assert not any(part.requires_grad for part in parts)
+    assert total.tolist() == [comm.size] * 2
+    functions.backward()
+    assert x.grad is None
 
 
 @pytest.mark.ranks(2)
@@ -136,25 +131,21 @@ def test_evaluation_between_forward_and_backward(world: World) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_checkpointed_regions_communicate_once(world: World) -> None:
+def test_checkpointed_regions_communicate_once(comm: AbstractCommunicator) -> None:
     def forward(x: torch.Tensor, comm: AbstractCommunicator) -> torch.Tensor:
         h = torch.tanh(x) * (comm.rank + 1)
         parts = functions.allgather(h, comm)
         neighbour = functions.sendrecv(h, comm, dest=(comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
         return torch.sin(torch.stack(parts).prod(0)) * torch.exp(neighbour)
 
-    def body(comm: AbstractCommunicator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        grads = []
-        for checkpointed in (False, True):
-            x = (X + comm.rank).requires_grad_()
-            y = checkpoint(forward, x, comm, use_reentrant=False) if checkpointed else forward(x, comm)
-            (y**2).sum().backward()
-            grads.append(x.grad)
-        return grads[0], grads[1]
-
-    for plain, checkpointed in world(body):
-        assert plain is not None
-        close(checkpointed, plain)
+    grads = []
+    for checkpointed in (False, True):
+        x = (X + comm.rank).requires_grad_()
+        y = checkpoint(forward, x, comm, use_reentrant=False) if checkpointed else forward(x, comm)
+        (y**2).sum().backward()
+        grads.append(x.grad)
+    assert grads[0] is not None
+    close(grads[1], grads[0])
 
 
 @pytest.mark.ranks(2)
@@ -191,31 +182,25 @@ def test_reentrant_checkpointing_is_refused(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_autocast(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[torch.dtype, torch.dtype, float]:
-        x = torch.ones(2, 2, requires_grad=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = functions.allgather(x @ x, comm)
-            z = (y[1 - comm.rank] @ x).sum()
-        z.backward()
-        assert x.grad is not None
-        return y[1 - comm.rank].dtype, x.grad.dtype, x.grad.sum().item()
-
-    for sent, grad, total in world(body):
-        assert (sent, grad) == (torch.bfloat16, torch.float32)
-        assert total == pytest.approx(3 * 16, rel=0.02)
+def test_autocast(comm: AbstractCommunicator) -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = functions.allgather(x @ x, comm)
+        z = (y[1 - comm.rank] @ x).sum()
+    z.backward()
+    assert x.grad is not None
+    sent, grad, total = y[1 - comm.rank].dtype, x.grad.dtype, x.grad.sum().item()
+    assert (sent, grad) == (torch.bfloat16, torch.float32)
+    assert total == pytest.approx(3 * 16, rel=0.02)
 
 
 @pytest.mark.ranks(2)
-def test_nothing_is_kept_after_backward(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[bool]:
-        x = X.clone().requires_grad_()
-        h = torch.sin(x)
-        y = functions.sendrecv(h, comm, dest=1 - comm.rank, source=1 - comm.rank)
-        z = functions.allreduce(y, comm)
-        kept = [weakref.ref(each) for each in (h, y, z)]
-        z.sum().backward()
-        del h, y, z
-        return [each() is None for each in kept]
-
-    assert world(body) == [[True] * 3] * 2
+def test_nothing_is_kept_after_backward(comm: AbstractCommunicator) -> None:
+    x = X.clone().requires_grad_()
+    h = torch.sin(x)
+    y = functions.sendrecv(h, comm, dest=1 - comm.rank, source=1 - comm.rank)
+    z = functions.allreduce(y, comm)
+    kept = [weakref.ref(each) for each in (h, y, z)]
+    z.sum().backward()
+    del h, y, z
+    assert [each() is None for each in kept] == [True] * 3

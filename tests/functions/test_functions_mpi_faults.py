@@ -1,7 +1,5 @@
 """The faults of `test_functions_never_hangs.py` in real MPI jobs: all ranks learn who waited for whom; a dead rank ends all."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that disagree: an error on every rank, within the timeout, that names both sides and their lines."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -277,65 +275,53 @@ def test_a_rank_that_raises_ends_the_others(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_ended(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        if comm.rank == 0:
-            functions.send(x_of(0), comm, dest=1)
-            with pytest.raises(RankDiedError, match="rank 1 ended without taking part"):
-                functions.backward()
-
-    world(body)
+def test_a_rank_that_ended(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        functions.send(x_of(0), comm, dest=1)
+        with pytest.raises(RankDiedError, match="rank 1 ended without taking part"):
+            functions.backward()
 
 
 @pytest.mark.ranks(2)
-def test_after_a_failure_every_operation_says_it_again(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        if comm.rank == 0:
-            hasty = comm.duplicate()
-            hasty.timeout_s = TIMEOUT_S
-            with pytest.raises(CommTimeoutError, match="timed out after"):
-                functions.recv(hasty, source=1)
-            with pytest.raises(CommError, match="timed out after"):
-                functions.recv(hasty, source=1)
-        else:
-            comm.duplicate()
+def test_after_a_failure_every_operation_says_it_again(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        hasty = comm.duplicate()
+        hasty.timeout_s = TIMEOUT_S
+        with pytest.raises(CommTimeoutError, match="timed out after"):
+            functions.recv(hasty, source=1)
+        with pytest.raises(CommError, match="timed out after"):
+            functions.recv(hasty, source=1)
+    else:
+        comm.duplicate()
+    comm.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_changed_before_it_left(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = torch.zeros(100_000)
+        functions.send(x, comm, dest=1)
+        x += 1
         comm.barrier()
-
-    world(body)
-
-
-@pytest.mark.ranks(2)
-def test_a_tensor_changed_before_it_left(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        if comm.rank == 0:
-            x = torch.zeros(100_000)
-            functions.send(x, comm, dest=1)
-            x += 1
-            comm.barrier()
-            comm.barrier()  # it has left
-            with pytest.raises(ValueError, match="changed in place before it had left rank 0"):  # noqa: PT012
-                for _ in range(MANY_UNSENT + 1):
-                    functions.send(torch.ones(1), comm, dest=1)
-        else:
-            comm.barrier()
-            functions.recv(comm, source=0)
-            comm.barrier()
+        comm.barrier()  # it has left
+        with pytest.raises(ValueError, match="changed in place before it had left rank 0"):  # noqa: PT012
+            for _ in range(MANY_UNSENT + 1):
+                functions.send(torch.ones(1), comm, dest=1)
+    else:
         comm.barrier()
-
-    world(body)
+        functions.recv(comm, source=0)
+        comm.barrier()
+    comm.barrier()
 
 
 @pytest.mark.ranks(2)
-def test_torchs_own_grad_is_refused_where_it_loses_gradients(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = x_of(comm.rank)
-        y = functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank)
-        functions.send(y, comm, dest=1 - comm.rank)
-        functions.recv(comm, source=1 - comm.rank)
-        with pytest.raises(CommError, match=r"use tatami\.functions\.backward\(loss\) or tatami\.functions\.grad"):
-            torch.autograd.grad(y.sum(), x)
-
-    world(body)
+def test_torchs_own_grad_is_refused_where_it_loses_gradients(comm: AbstractCommunicator) -> None:
+    x = x_of(comm.rank)
+    y = functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank)
+    functions.send(y, comm, dest=1 - comm.rank)
+    functions.recv(comm, source=1 - comm.rank)
+    with pytest.raises(CommError, match=r"use tatami\.functions\.backward\(loss\) or tatami\.functions\.grad"):
+        torch.autograd.grad(y.sum(), x)
 
 
 CALLS: dict[str, Callable[[AbstractCommunicator, int], Any]] = {

@@ -1,11 +1,10 @@
 """Several passes in flight on one communicator, passes that are over, retained and abandoned ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
+from test_functions_traps import grad_of, scalar
 from torch import nn
 
 from tatami import functions
@@ -17,16 +16,9 @@ from tatami.functions import outbox as outbox_module
 from tatami.parallel import MultiNodeChainList
 from tatami.testing.worlds import World
 
+pytestmark = pytest.mark.ranks(2)
+
 NUM_MICRO_BATCHES = 4
-
-
-def scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
-
-
-def grad_of(x: torch.Tensor) -> float:
-    assert x.grad is not None
-    return x.grad.item()
 
 
 # -- passes that are over --------------------------------------------------------------------------------------------------
@@ -42,84 +34,65 @@ def sends_three(comm: AbstractCommunicator) -> list[float]:
     return x.grad.tolist()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("end", [torch.Tensor.backward, functions.backward])
-def test_a_second_loss_of_a_pass_that_is_over_is_refused(world: World, end: Callable[[torch.Tensor], None]) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        if comm.rank == 0:
-            return sends_three(comm)
-        losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
-        end(losses[0])
-        for loss in losses[1:]:
-            with pytest.raises(CommError, match=r"recv at .*functions_passes.py:\d+ comes to a pass that is over"):
-                end(loss)
-        return []
+def test_a_second_loss_of_a_pass_that_is_over_is_refused(
+    comm: AbstractCommunicator, end: Callable[[torch.Tensor], None]
+) -> None:
+    if comm.rank == 0:
+        assert sends_three(comm) == [1.0, 1.0]
+        return
+    losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
+    end(losses[0])
+    for loss in losses[1:]:
+        with pytest.raises(CommError, match=r"recv at .*functions_passes.py:\d+ comes to a pass that is over"):
+            end(loss)
 
-    assert world(body)[0] == [1.0, 1.0]
 
-
-@pytest.mark.ranks(2)
-def test_one_backward_over_all_losses_gives_the_whole_gradient(world: World) -> None:
+def test_one_backward_over_all_losses_gives_the_whole_gradient(comm: AbstractCommunicator) -> None:
     """What the error of the test above says to do."""
-
-    def body(comm: AbstractCommunicator) -> list[float]:
-        if comm.rank == 0:
-            return sends_three(comm)
-        losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-        return []
-
-    assert world(body)[0] == [6.0, 6.0]
+    if comm.rank == 0:
+        assert sends_three(comm) == [6.0, 6.0]
+        return
+    losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.ranks(2)
-def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float:
-        if comm.rank == 0:
-            x = scalar(1)
-            functions.send(x, comm, dest=1)
-            functions.backward(retain_graph=True)
-            functions.backward()
-            functions.backward()  # nothing is left
-            return grad_of(x)
-        y = functions.recv(comm, source=0)
-        functions.backward(2 * y, retain_graph=True)
-        functions.backward(3 * y)
-        with pytest.raises(CommError, match="comes to a pass that is over"):
-            functions.backward(4 * y)
-        return 0.0
-
-    assert world(body)[0] == 5
+def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(1)
+        functions.send(x, comm, dest=1)
+        functions.backward(retain_graph=True)
+        functions.backward()
+        functions.backward()  # nothing is left
+        assert grad_of(x) == 5
+        return
+    y = functions.recv(comm, source=0)
+    functions.backward(2 * y, retain_graph=True)
+    functions.backward(3 * y)
+    with pytest.raises(CommError, match="comes to a pass that is over"):
+        functions.backward(4 * y)
 
 
-@pytest.mark.ranks(2)
-def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float]:
-        x, w = scalar(1), scalar(3)
-        y = functions.allreduce(x, comm)
-        functions.backward(2 * y, retain_graph=True)
-        functions.backward(w**2)
-        functions.backward(3 * y)
-        return grad_of(x), grad_of(w)
-
-    assert world(body) == [(10.0, 6.0)] * 2
+def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(comm: AbstractCommunicator) -> None:
+    x, w = scalar(1), scalar(3)
+    y = functions.allreduce(x, comm)
+    functions.backward(2 * y, retain_graph=True)
+    functions.backward(w**2)
+    functions.backward(3 * y)
+    assert (grad_of(x), grad_of(w)) == (10.0, 6.0)
 
 
-@pytest.mark.ranks(2)
-def test_a_retained_pass_is_not_run_again_with_the_next_one(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            x, z = scalar(1), scalar(1)
-            functions.send(x, comm, dest=1)
-            functions.backward(retain_graph=True)
-            functions.send(z, comm, dest=1)
-            functions.backward()
-            return grad_of(x), grad_of(z)
-        functions.recv(comm, source=0).backward(retain_graph=True)
-        (7 * functions.recv(comm, source=0)).backward()
-        return None
-
-    assert world(body)[0] == (1, 7)
+def test_a_retained_pass_is_not_run_again_with_the_next_one(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x, z = scalar(1), scalar(1)
+        functions.send(x, comm, dest=1)
+        functions.backward(retain_graph=True)
+        functions.send(z, comm, dest=1)
+        functions.backward()
+        assert (grad_of(x), grad_of(z)) == (1, 7)
+        return
+    functions.recv(comm, source=0).backward(retain_graph=True)
+    (7 * functions.recv(comm, source=0)).backward()
 
 
 # -- several passes in flight ------------------------------------------------------------------------------------------------
@@ -182,97 +155,79 @@ def test_micro_batches_in_flight(world: World, schedule: Callable[[int, int], li
         assert grads == pytest.approx(expected)
 
 
-@pytest.mark.ranks(2)
-def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        if comm.rank == 0:
-            x = torch.ones(2, requires_grad=True)
-            for factor in (1, 2, 3):
-                with functions.Pass():
-                    functions.send(factor * x, comm, dest=1)
-            functions.backward()
-            assert x.grad is not None
-            return x.grad.tolist()
-        losses = []
-        for _ in range(3):
+def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = torch.ones(2, requires_grad=True)
+        for factor in (1, 2, 3):
             with functions.Pass():
-                losses.append(functions.recv(comm, source=0).sum())
-        for loss in losses:
-            loss.backward()
-        return []
+                functions.send(factor * x, comm, dest=1)
+        functions.backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [6.0, 6.0]
+        return
+    losses = []
+    for _ in range(3):
+        with functions.Pass():
+            losses.append(functions.recv(comm, source=0).sum())
+    for loss in losses:
+        loss.backward()
 
-    assert world(body)[0] == [6.0, 6.0]
 
-
-@pytest.mark.ranks(2)
-def test_functions_backward_of_a_loss_runs_the_pass_that_it_belongs_to(world: World) -> None:
+def test_functions_backward_of_a_loss_runs_the_pass_that_it_belongs_to(comm: AbstractCommunicator) -> None:
     """What another pass has received and not used so far is still there afterwards."""
-
-    def body(comm: AbstractCommunicator) -> list[float]:
-        passes = [functions.Pass(), functions.Pass()]
-        xs = [scalar(1), scalar(2)]
-        ys = []
-        for one, x in zip(passes, xs, strict=True):
-            with one:
-                ys.append(functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank))
-                functions.send(x, comm, dest=1 - comm.rank)
-                functions.recv(comm, source=1 - comm.rank)
-        functions.backward(10 * ys[1])
-        before = [x.grad is None for x in xs]
-        with passes[0]:
-            functions.backward(100 * ys[0])
-        assert before == [True, False]
-        return [grad_of(x) for x in xs]
-
-    assert world(body) == [[100.0, 10.0]] * 2
+    passes = [functions.Pass(), functions.Pass()]
+    xs = [scalar(1), scalar(2)]
+    ys = []
+    for one, x in zip(passes, xs, strict=True):
+        with one:
+            ys.append(functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank))
+            functions.send(x, comm, dest=1 - comm.rank)
+            functions.recv(comm, source=1 - comm.rank)
+    functions.backward(10 * ys[1])
+    before = [x.grad is None for x in xs]
+    with passes[0]:
+        functions.backward(100 * ys[0])
+    assert before == [True, False]
+    assert [grad_of(x) for x in xs] == [100.0, 10.0]
 
 
-@pytest.mark.ranks(2)
-def test_a_pass_spans_communicators_and_may_be_entered_again(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        other = comm.split(0)
-        assert other is not None
-        xs = [scalar(1), scalar(2)]
-        passes = [functions.Pass(), functions.Pass()]
-        totals = []
-        for one, x in zip(passes, xs, strict=True):
-            with one:
-                totals.append(functions.allreduce(x, comm))
-        for number, one in enumerate(passes):
-            with one:
-                totals[number] = functions.allreduce(totals[number], other)
-        for one, total in zip(passes, totals, strict=True):
-            one.backward(3 * total)
-        comm.barrier()
-        other.close()
-        return [grad_of(x) for x in xs]
-
-    assert world(body) == [[12.0, 12.0]] * 2
+def test_a_pass_spans_communicators_and_may_be_entered_again(comm: AbstractCommunicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    xs = [scalar(1), scalar(2)]
+    passes = [functions.Pass(), functions.Pass()]
+    totals = []
+    for one, x in zip(passes, xs, strict=True):
+        with one:
+            totals.append(functions.allreduce(x, comm))
+    for number, one in enumerate(passes):
+        with one:
+            totals[number] = functions.allreduce(totals[number], other)
+    for one, total in zip(passes, totals, strict=True):
+        one.backward(3 * total)
+    comm.barrier()
+    other.close()
+    assert [grad_of(x) for x in xs] == [12.0, 12.0]
 
 
-@pytest.mark.ranks(2)
-def test_a_chain_list_in_micro_batches(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        model = MultiNodeChainList(comm)
-        layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-        nn.init.constant_(layer.weight, 2.0)
-        if comm.rank == 0:
-            model.add_link(layer, rank_out=1)
-        else:
-            model.add_link(layer, rank_in=0)
-        passes, outputs = [functions.Pass() for _ in range(3)], []
-        for number, one in enumerate(passes):
-            with one:
-                outputs.append(model(torch.full((1, 1), number + 1.0, dtype=torch.float64)))
-        for one, output in zip(passes, outputs, strict=True):
-            one.backward(output.sum() if comm.rank == 1 else None)
-        assert layer.weight.grad is not None
-        return layer.weight.grad.flatten().tolist()
-
-    assert world(body) == [[2.0 * 6]] * 2
+def test_a_chain_list_in_micro_batches(comm: AbstractCommunicator) -> None:
+    model = MultiNodeChainList(comm)
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.constant_(layer.weight, 2.0)
+    if comm.rank == 0:
+        model.add_link(layer, rank_out=1)
+    else:
+        model.add_link(layer, rank_in=0)
+    passes, outputs = [functions.Pass() for _ in range(3)], []
+    for number, one in enumerate(passes):
+        with one:
+            outputs.append(model(torch.full((1, 1), number + 1.0, dtype=torch.float64)))
+    for one, output in zip(passes, outputs, strict=True):
+        one.backward(output.sum() if comm.rank == 1 else None)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.flatten().tolist() == [2.0 * 6]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_passes_must_correspond(world: World) -> None:
     """A message of one pass is received in another one than the message before it."""
@@ -296,49 +251,41 @@ def test_passes_must_correspond(world: World) -> None:
     assert first == f"rank 1 found: {second}"
 
 
-@pytest.mark.ranks(2)
-def test_the_gradient_of_a_pass_among_others(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[float]:
-        passes, xs, ys = [functions.Pass(), functions.Pass()], [scalar(2), scalar(3)], []
-        for one, x in zip(passes, xs, strict=True):
-            with one:
-                ys.append(functions.allreduce(x**2, comm))
-        found = []
-        for one, x, y in zip(passes, xs, ys, strict=True):
-            with one:
-                found.append(functions.grad(y, x)[0].item())
-        return found
-
-    assert world(body) == [[8.0, 12.0]] * 2
+def test_the_gradient_of_a_pass_among_others(comm: AbstractCommunicator) -> None:
+    passes, xs, ys = [functions.Pass(), functions.Pass()], [scalar(2), scalar(3)], []
+    for one, x in zip(passes, xs, strict=True):
+        with one:
+            ys.append(functions.allreduce(x**2, comm))
+    found = []
+    for one, x, y in zip(passes, xs, ys, strict=True):
+        with one:
+            found.append(functions.grad(y, x)[0].item())
+    assert found == [8.0, 12.0]
 
 
 # -- abandoned passes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_forward_pass_abandoned_on_a_closed_communicator_is_forgotten(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float:
-        other = comm.split(0)
-        assert other is not None
-        abandoned = functions.allreduce(scalar(1), other)
-        comm.barrier()  # both have what was sent
-        other.close()
-        x = scalar(2)
-        functions.allreduce(x, comm).backward()
-        functions.allreduce(x, comm)
-        functions.backward()
-        functions.backward(functions.allreduce(x, comm))
-        with pytest.raises(ClosedError, match=r"backward of allreduce at .*: this communicator was closed"):
-            abandoned.backward()
-        return grad_of(x)
-
-    assert world(body) == [2.0 * world.size] * world.size
+def test_a_forward_pass_abandoned_on_a_closed_communicator_is_forgotten(comm: AbstractCommunicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    abandoned = functions.allreduce(scalar(1), other)
+    comm.barrier()  # both have what was sent
+    other.close()
+    x = scalar(2)
+    functions.allreduce(x, comm).backward()
+    functions.allreduce(x, comm)
+    functions.backward()
+    functions.backward(functions.allreduce(x, comm))
+    with pytest.raises(ClosedError, match=r"backward of allreduce at .*: this communicator was closed"):
+        abandoned.backward()
+    assert grad_of(x) == 2.0 * comm.size
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_operations_that_no_backward_visits_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_module, "MOST_OPERATIONS", 5)
@@ -358,7 +305,6 @@ def test_operations_that_no_backward_visits_are_bounded(world: World, monkeypatc
         assert "5 operations on this communicator wait for a backward pass" in text
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_messages_that_are_not_received_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MOST_UNSENT", 5)
@@ -381,7 +327,6 @@ def test_messages_that_are_not_received_are_bounded(world: World, monkeypatch: p
     assert "send on rank 0 to rank 1: 5 messages of this rank are under way, and the oldest was not received for " in problem
 
 
-@pytest.mark.ranks(2)
 def test_ranks_may_send_more_than_is_taken_at_once_before_they_receive(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MOST_UNSENT", 5)
     monkeypatch.setattr(inbox_module, "MOST_KEPT", 5)
@@ -395,7 +340,6 @@ def test_ranks_may_send_more_than_is_taken_at_once_before_they_receive(world: Wo
     assert world(body) == [[float(number) for number in range(9)]] * 2
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 @pytest.mark.parametrize(("limit", "value"), [("MOST_KEPT", 5), ("MOST_KEPT_BYTES", 40)])
 def test_messages_that_are_not_asked_for_are_bounded(

@@ -1,7 +1,5 @@
 """Random networks over ranks: any order of messages and collectives, used in any order or not at all, against one process."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass

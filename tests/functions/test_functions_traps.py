@@ -1,7 +1,5 @@
 """What went wrong in ChainerMN, found by running it: each hung there or gave a wrong gradient, and gives the right one here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -18,6 +16,8 @@ from tatami.functions import channel
 from tatami.functions.outbox import Outbox, Unsent
 from tatami.testing.worlds import World
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, requires_grad=True)
@@ -28,104 +28,80 @@ def grad_of(x: torch.Tensor) -> float:
     return x.grad.item()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("second_first", [False, True])
-def test_two_sends_do_not_swap_their_gradients(world: World, second_first: bool) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            z1, z2 = scalar(1), scalar(2)
-            functions.send(z1, comm, dest=1)
-            functions.send(z2, comm, dest=1)
-            functions.backward()
-            return grad_of(z1), grad_of(z2)
-        y1, y2 = functions.recv(comm, source=0), functions.recv(comm, source=0)
-        (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
-        return None
-
-    assert world(body)[0] == (10, 100)
+def test_two_sends_do_not_swap_their_gradients(comm: AbstractCommunicator, second_first: bool) -> None:
+    if comm.rank == 0:
+        z1, z2 = scalar(1), scalar(2)
+        functions.send(z1, comm, dest=1)
+        functions.send(z2, comm, dest=1)
+        functions.backward()
+        assert (grad_of(z1), grad_of(z2)) == (10, 100)
+        return
+    y1, y2 = functions.recv(comm, source=0), functions.recv(comm, source=0)
+    (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
 
 
-@pytest.mark.ranks(2)
-def test_tags_are_received_in_any_order(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            z1, z2 = scalar(1), scalar(2)
-            functions.send(z1, comm, dest=1, tag=5)
-            functions.send(z2, comm, dest=1, tag=4_000_000_000)
-            functions.backward()
-            return grad_of(z1), grad_of(z2)
-        y2, y1 = functions.recv(comm, source=0, tag=4_000_000_000), functions.recv(comm, source=0, tag=5)
-        assert (y1.item(), y2.item()) == (1, 2)
-        (10 * y1 + 100 * y2).backward()
-        return None
-
-    assert world(body)[0] == (10, 100)
+def test_tags_are_received_in_any_order(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        z1, z2 = scalar(1), scalar(2)
+        functions.send(z1, comm, dest=1, tag=5)
+        functions.send(z2, comm, dest=1, tag=4_000_000_000)
+        functions.backward()
+        assert (grad_of(z1), grad_of(z2)) == (10, 100)
+        return
+    y2, y1 = functions.recv(comm, source=0, tag=4_000_000_000), functions.recv(comm, source=0, tag=5)
+    assert (y1.item(), y2.item()) == (1, 2)
+    (10 * y1 + 100 * y2).backward()
 
 
-@pytest.mark.ranks(2)
-def test_the_manuals_two_sends(world: World) -> None:
+def test_the_manuals_two_sends(comm: AbstractCommunicator) -> None:
     """`pseudo_connect(phi1, phi2)`, then backward of that: it never came to the second send."""
-
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            z1, z2 = scalar(1), scalar(2)
-            phi1 = functions.send(z1, comm, dest=1)
-            phi2 = functions.send(z2, comm, dest=1, delegate=phi1)
-            (psi,) = functions.pseudo_connect(phi1, phi2)
-            psi.backward()  # type: ignore[no-untyped-call]
-            return grad_of(z1), grad_of(z2)
-        y1 = functions.recv(comm, source=0)
-        y2 = functions.recv(comm, source=0, delegate=y1)
-        (10 * y1 * y2).backward()
-        return None
-
-    assert world(body)[0] == (20, 10)
+    if comm.rank == 0:
+        z1, z2 = scalar(1), scalar(2)
+        phi1 = functions.send(z1, comm, dest=1)
+        phi2 = functions.send(z2, comm, dest=1, delegate=phi1)
+        (psi,) = functions.pseudo_connect(phi1, phi2)
+        psi.backward()  # type: ignore[no-untyped-call]
+        assert (grad_of(z1), grad_of(z2)) == (20, 10)
+        return
+    y1 = functions.recv(comm, source=0)
+    y2 = functions.recv(comm, source=0, delegate=y1)
+    (10 * y1 * y2).backward()
 
 
-@pytest.mark.ranks(2)
-def test_a_received_tensor_that_reaches_no_loss_sends_zeros(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            used, unused = scalar(1), scalar(2)
-            functions.send(used, comm, dest=1)
-            functions.send(unused, comm, dest=1)
-            functions.backward()
-            return grad_of(used), grad_of(unused)
-        y = functions.recv(comm, source=0)
-        functions.recv(comm, source=0)
-        (3 * y).backward()
-        return None
-
-    assert world(body)[0] == (3, 0)
+def test_a_received_tensor_that_reaches_no_loss_sends_zeros(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        used, unused = scalar(1), scalar(2)
+        functions.send(used, comm, dest=1)
+        functions.send(unused, comm, dest=1)
+        functions.backward()
+        assert (grad_of(used), grad_of(unused)) == (3, 0)
+        return
+    y = functions.recv(comm, source=0)
+    functions.recv(comm, source=0)
+    (3 * y).backward()
 
 
-@pytest.mark.ranks(2)
-def test_an_unused_member_of_a_tuple_sends_zeros(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            used, unused = scalar(1), scalar(2)
-            functions.send((used, unused), comm, dest=1)
-            functions.backward()
-            return grad_of(used), grad_of(unused)
-        (3 * functions.recv(comm, source=0)[0]).backward()
-        return None
-
-    assert world(body)[0] == (3, 0)
+def test_an_unused_member_of_a_tuple_sends_zeros(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        used, unused = scalar(1), scalar(2)
+        functions.send((used, unused), comm, dest=1)
+        functions.backward()
+        assert (grad_of(used), grad_of(unused)) == (3, 0)
+        return
+    (3 * functions.recv(comm, source=0)[0]).backward()
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_unused_outputs_of_collectives(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float]:
-        x, z = scalar(1), scalar(2)
-        gathered = functions.allgather(x, comm)
-        exchanged = functions.alltoall([z] * comm.size, comm)
-        if comm.rank == 0:
-            (gathered[1] + exchanged[1]).backward()
-        else:
-            functions.backward()
-        return grad_of(x), grad_of(z)
-
-    assert world(body) == [(1.0 if rank == 1 else 0.0,) * 2 for rank in range(world.size)]
+def test_unused_outputs_of_collectives(comm: AbstractCommunicator) -> None:
+    x, z = scalar(1), scalar(2)
+    gathered = functions.allgather(x, comm)
+    exchanged = functions.alltoall([z] * comm.size, comm)
+    if comm.rank == 0:
+        (gathered[1] + exchanged[1]).backward()
+    else:
+        functions.backward()
+    assert (grad_of(x), grad_of(z)) == (1.0 if comm.rank == 1 else 0.0,) * 2
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -145,26 +121,20 @@ def test_bcast_of_what_was_gathered(world: World) -> None:
     assert world(body) == pytest.approx([total * product / (rank + 1) for rank in range(size)])
 
 
-@pytest.mark.ranks(2)
-def test_a_send_after_everything_the_loss_needs(world: World) -> None:
+def test_a_send_after_everything_the_loss_needs(comm: AbstractCommunicator) -> None:
     """The loss of rank 1 knows nothing of its last send, which its first input reaches as well."""
-
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x, comm, dest=1)
-            (5 * functions.recv(comm, source=1)).backward()
-            return grad_of(x)
-        y = functions.recv(comm, source=0)
-        h = y**2
-        functions.send(h**2, comm, dest=0)
-        (3 * h).backward()
-        return None
-
-    assert world(body)[0] == 3 * 2 * 2 + 5 * 4 * 2**3
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x, comm, dest=1)
+        (5 * functions.recv(comm, source=1)).backward()
+        assert grad_of(x) == 3 * 2 * 2 + 5 * 4 * 2**3
+        return
+    y = functions.recv(comm, source=0)
+    h = y**2
+    functions.send(h**2, comm, dest=0)
+    (3 * h).backward()
 
 
-@pytest.mark.ranks(2)
 def test_a_local_loss_leaves_the_chain_alone(world: World) -> None:
     def body(comm: AbstractCommunicator) -> float:
         x, w = scalar(3), scalar(4)
@@ -179,21 +149,18 @@ def test_a_local_loss_leaves_the_chain_alone(world: World) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_ranks_without_a_loss(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x, comm, dest=1)
-            functions.backward()
-            return grad_of(x)
-        if comm.rank == 1:
-            functions.send(functions.recv(comm, source=0) ** 2, comm, dest=2)
-            functions.backward()
-            return None
-        (functions.recv(comm, source=1) ** 2).backward()
-        return None
-
-    assert world(body)[0] == 4 * 2**3
+def test_ranks_without_a_loss(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x, comm, dest=1)
+        functions.backward()
+        assert grad_of(x) == 4 * 2**3
+        return
+    if comm.rank == 1:
+        functions.send(functions.recv(comm, source=0) ** 2, comm, dest=2)
+        functions.backward()
+        return
+    (functions.recv(comm, source=1) ** 2).backward()
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -208,23 +175,18 @@ def test_a_replicated_loss_is_shared(world: World) -> None:
     assert world(body) == pytest.approx([product / (rank + 1) for rank in range(world.size)])
 
 
-@pytest.mark.ranks(2)
-def test_what_needs_no_gradient_gets_none(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> bool | None:
-        if comm.rank == 0:
-            functions.send(torch.ones(2), comm, dest=1)
-            functions.backward()
-            return None
-        y = functions.recv(comm, source=0)
-        w = scalar(1)
-        (w * y).sum().backward()
-        assert grad_of(w) == 2
-        return bool(y.requires_grad)
-
-    assert world(body)[1] is False
+def test_what_needs_no_gradient_gets_none(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        functions.send(torch.ones(2), comm, dest=1)
+        functions.backward()
+        return
+    y = functions.recv(comm, source=0)
+    w = scalar(1)
+    (w * y).sum().backward()
+    assert grad_of(w) == 2
+    assert bool(y.requires_grad) is False
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("without", [0, 1])
 def test_one_side_without_gradients(world: World, without: int) -> None:
     def body(comm: AbstractCommunicator) -> float | None:
@@ -242,41 +204,33 @@ def test_one_side_without_gradients(world: World, without: int) -> None:
     assert world(body) == [None if without == 0 else 0.0, None]
 
 
-@pytest.mark.ranks(2)
-def test_two_communicators_run_backward_in_the_mirrored_order(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float]:
-        other = comm.split(0)
-        assert other is not None
-        a, b = scalar(1), scalar(2)
-        ya = functions.allreduce(a, comm)
-        yb = functions.allreduce(b, other)
-        (10 * ya + yb if comm.rank == 0 else yb + 10 * ya).backward()
-        other.close()
-        return grad_of(a), grad_of(b)
-
-    assert world(body) == [(20, 2)] * 2
+def test_two_communicators_run_backward_in_the_mirrored_order(comm: AbstractCommunicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    a, b = scalar(1), scalar(2)
+    ya = functions.allreduce(a, comm)
+    yb = functions.allreduce(b, other)
+    (10 * ya + yb if comm.rank == 0 else yb + 10 * ya).backward()
+    other.close()
+    assert (grad_of(a), grad_of(b)) == (20, 2)
 
 
-@pytest.mark.ranks(2)
-def test_graphs_can_be_retained(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x**2, comm, dest=1)
-            delegate = functions.send(x**3, comm, dest=1)
-            delegate.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            delegate.backward()  # type: ignore[no-untyped-call]
-            functions.send(x, comm, dest=1)
-            functions.backward()
-            return grad_of(x)
-        y = functions.recv(comm, source=0)
-        functions.recv(comm, source=0)
-        y.backward(retain_graph=True)
-        (10 * y).backward()
-        functions.recv(comm, source=0).backward()
-        return None
-
-    assert world(body)[0] == 4 + 40 + 1
+def test_graphs_can_be_retained(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x**2, comm, dest=1)
+        delegate = functions.send(x**3, comm, dest=1)
+        delegate.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        delegate.backward()  # type: ignore[no-untyped-call]
+        functions.send(x, comm, dest=1)
+        functions.backward()
+        assert grad_of(x) == 4 + 40 + 1
+        return
+    y = functions.recv(comm, source=0)
+    functions.recv(comm, source=0)
+    y.backward(retain_graph=True)
+    (10 * y).backward()
+    functions.recv(comm, source=0).backward()
 
 
 def test_pseudo_connect_is_the_identity() -> None:
@@ -292,21 +246,17 @@ def test_pseudo_connect_is_the_identity() -> None:
     assert torch.equal(functions.pseudo_connect(None, x)[0], x)
 
 
-@pytest.mark.ranks(2)
-def test_backward_to_some_inputs_visits_all_the_same(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> float | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            functions.send(x**2, comm, dest=1)
-            functions.backward()
-            return grad_of(x)
-        w = scalar(3)
-        y = functions.recv(comm, source=0)
-        torch.autograd.backward(w * y, inputs=[w])
-        assert grad_of(w) == 4
-        return None
-
-    assert world(body)[0] == 12
+def test_backward_to_some_inputs_visits_all_the_same(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        functions.send(x**2, comm, dest=1)
+        functions.backward()
+        assert grad_of(x) == 12
+        return
+    w = scalar(3)
+    y = functions.recv(comm, source=0)
+    torch.autograd.backward(w * y, inputs=[w])
+    assert grad_of(w) == 4
 
 
 @pytest.mark.ranks(3)
@@ -392,21 +342,17 @@ def test_a_loss_of_this_ranks_own_part_alone(world: World, name: str) -> None:
     assert world(body) == each.get(name, [first.get(name, 0.0)] + [0.0] * (size - 1))
 
 
-@pytest.mark.ranks(2)
-def test_adding_to_a_delegate_in_place_changes_no_other(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
-        if comm.rank == 0:
-            x = scalar(2)
-            loss = functions.send(x, comm, dest=1)
-            loss += 1
-            second = functions.send(x, comm, dest=1)
-            value = second.item()
-            functions.backward()
-            return value, grad_of(x)
-        (functions.recv(comm, source=0) + functions.recv(comm, source=0)).backward()
-        return None
-
-    assert world(body)[0] == (0.0, 2.0)
+def test_adding_to_a_delegate_in_place_changes_no_other(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        x = scalar(2)
+        loss = functions.send(x, comm, dest=1)
+        loss += 1
+        second = functions.send(x, comm, dest=1)
+        value = second.item()
+        functions.backward()
+        assert (value, grad_of(x)) == (0.0, 2.0)
+        return
+    (functions.recv(comm, source=0) + functions.recv(comm, source=0)).backward()
 
 
 def test_torch_is_wrapped_by_the_first_use_and_only_once() -> None:
@@ -448,7 +394,6 @@ print("fine")
     assert ended.stdout == "fine\n", ended.stderr
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it with --world=torchrun")
 def test_cuda_tensors_travel_where_the_backend_has_them(world: World) -> None:
     if world.kind != "torchrun":

@@ -1,7 +1,5 @@
 """Every function on every number of ranks: values, and gradients against one process that holds all ranks' inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -109,17 +107,14 @@ def test_values_and_gradients(world: World, name: str, ragged: bool) -> None:
         torch.testing.assert_close(grad, grads[rank], rtol=0, atol=1e-10)
 
 
-def test_large_sums_take_two_steps(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = torch.full((4097,), comm.rank + 1.0, dtype=torch.float64, requires_grad=True)
-        total = functions.allreduce({"x": x, "n": torch.tensor([comm.rank])}, comm)
-        assert total["n"].tolist() == [sum(range(comm.size))]
-        assert (total["x"] == comm.size * (comm.size + 1) / 2).all()
-        ((comm.rank + 1) * total["x"]).sum().backward()
-        assert x.grad is not None
-        assert (x.grad == comm.size * (comm.size + 1) / 2).all()
-
-    world(body)
+def test_large_sums_take_two_steps(comm: AbstractCommunicator) -> None:
+    x = torch.full((4097,), comm.rank + 1.0, dtype=torch.float64, requires_grad=True)
+    total = functions.allreduce({"x": x, "n": torch.tensor([comm.rank])}, comm)
+    assert total["n"].tolist() == [sum(range(comm.size))]
+    assert (total["x"] == comm.size * (comm.size + 1) / 2).all()
+    ((comm.rank + 1) * total["x"]).sum().backward()
+    assert x.grad is not None
+    assert (x.grad == comm.size * (comm.size + 1) / 2).all()
 
 
 @pytest.mark.ranks(2, 3, 4)

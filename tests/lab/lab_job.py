@@ -1,7 +1,5 @@
 """What ranks do in the tests of the lab: `python lab_job.py sum|train|hold|wait FOLDER`; what they find, they write there."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """A small cluster for the tests of the lab, and what a lab may leave behind."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Control groups of both versions, on folders that look like the kernel's."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

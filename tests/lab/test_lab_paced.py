@@ -1,7 +1,5 @@
 """A paced host lasts as long as its speed says, whatever this machine does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

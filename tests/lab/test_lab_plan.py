@@ -1,7 +1,5 @@
 """Speeds become shares of cores, and hosts get names and addresses: decided without root, on any system."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 from dataclasses import replace
@@ -14,6 +12,7 @@ from tatami.cluster import Cluster, Link, OwnLink, Processor
 from tatami.errors import ClusterError, InputError
 from tatami.lab import plan_lab
 from tatami.lab.groups import quota_and_period_us
+from tatami.lab.network import ShapedDevice, rate_commands, shaping_commands
 from tatami.lab.plan import FULLEST, LARGEST_SHARE, switch_address
 
 NETWORK = Link(bandwidth_bytes_per_s=125e6, latency_s=50e-6)
@@ -142,3 +141,57 @@ def test_a_host_has_the_memory_of_its_processors_and_a_base_for_each() -> None:
     assert [host.memory_bytes for host in plan_lab(cluster, cores=2.0).hosts] == [None, None]
     with pytest.raises(ClusterError, match="processor 'p0' has no memory, and the lab is to limit it: give it one"):
         plan_lab(plain, cores=2.0, base_bytes=10)
+
+
+SLOW = Link(bandwidth_bytes_per_s=12.5e6, latency_s=1e-3)
+FAST_LINK = Link(bandwidth_bytes_per_s=1.25e9, latency_s=0.0)
+
+
+def wire(*, exceptions: dict[int, Link]) -> ShapedDevice:
+    return ShapedDevice(namespace="tatami-1-a", device="eth0", match="dst", network=SLOW, exceptions=exceptions)
+
+
+def lines(commands: list[list[str]]) -> list[str]:
+    return [" ".join(command) for command in commands]
+
+
+def test_one_class_for_the_network_and_one_for_each_exception() -> None:
+    assert lines(shaping_commands(wire(exceptions={6: FAST_LINK}), delays=False)) == [
+        "ip -n tatami-1-a link set eth0 gso_max_size 65536",
+        "tc -n tatami-1-a qdisc add dev eth0 root handle 1: htb default 1",
+        "tc -n tatami-1-a class add dev eth0 parent 1: classid 1:1 htb rate 100000000bit burst 1600 cburst 1600 quantum 60000",
+        "tc -n tatami-1-a class add dev eth0 parent 1: classid 1:2 "
+        "htb rate 10000000000bit burst 125000 cburst 125000 quantum 60000",
+        "tc -n tatami-1-a filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dst 10.77.0.7/32 flowid 1:2",
+    ]
+
+
+def test_each_end_of_a_cable_delays_by_half() -> None:
+    delayed = lines(shaping_commands(wire(exceptions={6: FAST_LINK}), delays=True))
+    assert delayed[5:] == ["tc -n tatami-1-a qdisc add dev eth0 parent 1:1 netem delay 500.0us limit 1000"]
+
+
+def test_many_exceptions_have_classes_of_their_own() -> None:
+    """Numbers of classes are hexadecimal."""
+    commands = lines(shaping_commands(wire(exceptions=dict.fromkeys(range(1, 21), FAST_LINK)), delays=False))
+    assert sum(" class add " in line for line in commands) == 21
+    assert "match ip dst 10.77.0.21/32 flowid 1:15" in commands[-1]
+
+
+@pytest.mark.parametrize(("bytes_per_s", "packet"), [(12.5e6, 9000), (125e6, 31250), (1.25e9, 65536)])
+def test_packets_are_of_a_size_that_the_link_takes_a_moment_for(bytes_per_s: float, packet: int) -> None:
+    link = Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
+    (first, *_) = lines(shaping_commands(replace(wire(exceptions={}), network=link), delays=False))
+    assert first == f"ip -n tatami-1-a link set eth0 gso_max_size {packet}"
+
+
+def test_rates_change_in_place() -> None:
+    (changed,) = lines(rate_commands(wire(exceptions={}), verb="change"))
+    assert changed.startswith("tc -n tatami-1-a class change dev eth0 parent 1: classid 1:1 htb rate 100000000bit")
+
+
+@pytest.mark.parametrize(("bytes_per_s", "bits"), [(0.01, "1bit"), (1e3, "8000bit")])
+def test_slow_rates_are_whole_bits(bytes_per_s: float, bits: str) -> None:
+    link = Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
+    (command,) = rate_commands(ShapedDevice(namespace="n", device="eth0", match="dst", network=link, exceptions={}), verb="add")
+    assert command[command.index("rate") + 1] == bits

@@ -1,7 +1,5 @@
 """What a user of the lab writes and reads: events, refusals, and labs that are not there."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A world of simulated ranks around the real state machine: what happens next is drawn, among all that could happen."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

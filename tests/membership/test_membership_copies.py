@@ -1,7 +1,5 @@
 """Who holds what, and from whom rows are taken."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What was decided to be finished is finished, also where those that had passed it die before the others hear of it."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Records of a run to make pages of."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

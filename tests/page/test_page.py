@@ -1,7 +1,5 @@
 """The page of a run: what it reads, shows and leaves out."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial
@@ -229,9 +227,8 @@ def test_a_colour_means_one_thing_and_captions_say_what_is_there() -> None:
 
 
 def test_the_legend_names_what_is_drawn() -> None:
-    def colour(records: list[dict[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = charts_of(facts_of(recorded(records)))["loss"]["layer"][0]["encoding"]["strokeDash"]
-        return found
+    def colour(records: list[dict[str, Any]]) -> Any:
+        return charts_of(facts_of(recorded(records)))["loss"]["layer"][0]["encoding"]["strokeDash"]
 
     assert colour(a_run())["legend"] is None
     validated = colour([*a_run(), {"event": "validation", "iteration": 150, "epoch": 1, "loss": 0.1}])

@@ -1,7 +1,5 @@
 """The page in a browser: it draws, moves, asks for nothing, and says nothing on the console."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

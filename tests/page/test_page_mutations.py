@@ -1,7 +1,5 @@
 """Records that were damaged or made up: each is shown, or refused in one sentence that names the place."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

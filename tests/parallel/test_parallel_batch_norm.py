@@ -1,7 +1,5 @@
 """Batch normalization over ranks, against torch's over the whole batch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -156,19 +154,15 @@ def test_the_references_case_that_was_wrong(world: World) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-12)])
-def test_a_mean_far_from_zero_keeps_its_variance(world: World, dtype: torch.dtype, rtol: float) -> None:
+def test_a_mean_far_from_zero_keeps_its_variance(comm: AbstractCommunicator, dtype: torch.dtype, rtol: float) -> None:
     """The mean of squares minus the square of the mean would leave nothing of it in the precision of the values."""
     x = 4096 + draw((12, CHANNELS), seed=6, dtype=torch.float64)
     expected = x.var(0)
-
-    def body(comm: AbstractCommunicator) -> torch.Tensor:
-        norm = MultiNodeBatchNorm(CHANNELS, comm, momentum=1.0, dtype=dtype)
-        norm(x.to(dtype)[part((3, 7, 2), comm.rank)])
-        assert norm.running_var is not None
-        return norm.running_var.double()
-
-    for variance in world(body):
-        torch.testing.assert_close(variance, expected, rtol=rtol, atol=0)
+    norm = MultiNodeBatchNorm(CHANNELS, comm, momentum=1.0, dtype=dtype)
+    norm(x.to(dtype)[part((3, 7, 2), comm.rank)])
+    assert norm.running_var is not None
+    variance = norm.running_var.double()
+    torch.testing.assert_close(variance, expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.ranks(2)
@@ -215,54 +209,40 @@ def test_a_gradient_penalty_through_it(world: World) -> None:
     torch.testing.assert_close(share, whole.weight.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_no_samples_at_all_change_nothing(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        norm = MultiNodeBatchNorm(CHANNELS, comm)
-        x = torch.zeros(0, CHANNELS, 2, requires_grad=True)
-        output = norm(x)
-        output.sum().backward()
-        assert output.shape == (0, CHANNELS, 2)
-        assert [each.tolist() for each in norm.buffers()] == [[0] * CHANNELS, [1] * CHANNELS, 1]
-        assert x.grad is not None
-        assert norm.weight.grad is not None
-        assert not norm.weight.grad.any()
-
-    world(body)
+def test_no_samples_at_all_change_nothing(comm: AbstractCommunicator) -> None:
+    norm = MultiNodeBatchNorm(CHANNELS, comm)
+    x = torch.zeros(0, CHANNELS, 2, requires_grad=True)
+    output = norm(x)
+    output.sum().backward()
+    assert output.shape == (0, CHANNELS, 2)
+    assert [each.tolist() for each in norm.buffers()] == [[0] * CHANNELS, [1] * CHANNELS, 1]
+    assert x.grad is not None
+    assert norm.weight.grad is not None
+    assert not norm.weight.grad.any()
 
 
-def test_bad_input(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        norm = MultiNodeBatchNorm(CHANNELS, comm)
-        with pytest.raises(
-            InputError, match=rf"on rank {comm.rank}: input has the shape \(4, 2\); give \(samples, 3, \.\.\.\)"
-        ):
-            norm(torch.zeros(4, 2))
-        with pytest.raises(InputError, match=r"input has the shape \(3,\)"):
-            norm(torch.zeros(3))
-        with pytest.raises(InputError, match="all ranks together have one value for each channel, which has no variance"):
-            norm(torch.zeros(int(comm.rank == 0), CHANNELS))
-        with pytest.raises(InputError, match="num_features must be at least 1, not 0"):
-            MultiNodeBatchNorm(0, comm)
-
-    world(body)
+def test_bad_input(comm: AbstractCommunicator) -> None:
+    norm = MultiNodeBatchNorm(CHANNELS, comm)
+    with pytest.raises(InputError, match=rf"on rank {comm.rank}: input has the shape \(4, 2\); give \(samples, 3, \.\.\.\)"):
+        norm(torch.zeros(4, 2))
+    with pytest.raises(InputError, match=r"input has the shape \(3,\)"):
+        norm(torch.zeros(3))
+    with pytest.raises(InputError, match="all ranks together have one value for each channel, which has no variance"):
+        norm(torch.zeros(int(comm.rank == 0), CHANNELS))
+    with pytest.raises(InputError, match="num_features must be at least 1, not 0"):
+        MultiNodeBatchNorm(0, comm)
 
 
 @pytest.mark.ranks(2)
-def test_other_channels_on_another_rank(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        norm = MultiNodeBatchNorm(2 + comm.rank, comm)
-        with pytest.raises(CommError, match=f"rank {1 - comm.rank} has {3 - comm.rank} channels and rank {comm.rank} has"):
-            norm(torch.zeros(4, 2 + comm.rank))
-
-    world(body)
+def test_other_channels_on_another_rank(comm: AbstractCommunicator) -> None:
+    norm = MultiNodeBatchNorm(2 + comm.rank, comm)
+    with pytest.raises(CommError, match=f"rank {1 - comm.rank} has {3 - comm.rank} channels and rank {comm.rank} has"):
+        norm(torch.zeros(4, 2 + comm.rank))
 
 
-def test_its_state_and_its_copies(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        norm = MultiNodeBatchNorm(CHANNELS, comm)
-        assert list(norm.state_dict()) == list(nn.BatchNorm2d(CHANNELS).state_dict())
-        twin = deepcopy(norm)
-        assert twin.comm is comm
-        assert twin.weight is not norm.weight
-
-    world(body)
+def test_its_state_and_its_copies(comm: AbstractCommunicator) -> None:
+    norm = MultiNodeBatchNorm(CHANNELS, comm)
+    assert list(norm.state_dict()) == list(nn.BatchNorm2d(CHANNELS).state_dict())
+    twin = deepcopy(norm)
+    assert twin.comm is comm
+    assert twin.weight is not norm.weight

@@ -1,7 +1,5 @@
 """Chain lists: the topologies of ChainerMN's own tests and the traps found in it, with gradients compared to one process."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -66,9 +64,8 @@ class Difference(nn.Module):
         super().__init__()
         self.layer = A()
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = self.layer(3 * y - x)
-        return z
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.layer(3 * y - x)
 
 
 @dataclass(kw_only=True)
@@ -364,62 +361,53 @@ def test_evaluation_without_gradients(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_copies_share_the_communicator_and_nothing_else(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = MultiNodeChainList(comm)
-        model.add_link(nn.Linear(2, 2), rank_in=comm.rank)
-        twin = deepcopy(model)
-        assert twin.comm is comm
-        assert twin.links[0] is not model.links[0]
-        twin.links.append(nn.Identity())
-        assert len(model.links) == 1
-        assert list(model.state_dict()) == ["links.0.weight", "links.0.bias"]
-
-    world(body)
+def test_copies_share_the_communicator_and_nothing_else(comm: AbstractCommunicator) -> None:
+    model = MultiNodeChainList(comm)
+    model.add_link(nn.Linear(2, 2), rank_in=comm.rank)
+    twin = deepcopy(model)
+    assert twin.comm is comm
+    assert twin.links[0] is not model.links[0]
+    twin.links.append(nn.Identity())
+    assert len(model.links) == 1
+    assert list(model.state_dict()) == ["links.0.weight", "links.0.bias"]
 
 
 @pytest.mark.ranks(2)
-def test_bad_parts_are_refused_as_they_are_added(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = MultiNodeChainList(comm)
-        with pytest.raises(InputError, match="rank_out=2: there is no such rank; this communicator has ranks 0 to 1"):
-            model.add_link(nn.Identity(), rank_out=2)
-        with pytest.raises(InputError, match="rank_in=-1: there is no such rank"):
-            model.add_link(nn.Identity(), rank_in=[0, -1])
-        with pytest.raises(InputError, match="rank_in='0' is a str; give a rank"):
-            model.add_link(nn.Identity(), rank_in=["0"])  # type: ignore[list-item]
-        with pytest.raises(InputError, match="rank_out is empty; name at least one rank"):
-            model.add_link(nn.Identity(), rank_out=[])
-        with pytest.raises(InputError, match=r"tag_out=\[1, 2, 3\] has 3 entries for 2 ranks"):
-            model.add_link(nn.Identity(), rank_out=[0, 1], tag_out=[1, 2, 3])
-        with pytest.raises(InputError, match="tag_in: tag -1 is not between 0 and 4294967295"):
-            model.add_link(nn.Identity(), rank_in=0, tag_in=-1)
-        model.add_link(nn.Identity())
-        with pytest.raises(InputError, match=f"part 1 is the second without rank_out on rank {comm.rank}"):
-            model.add_link(nn.Identity(), rank_in=0)
-        assert len(model.links) == 1
-
-    world(body)
+def test_bad_parts_are_refused_as_they_are_added(comm: AbstractCommunicator) -> None:
+    model = MultiNodeChainList(comm)
+    with pytest.raises(InputError, match="rank_out=2: there is no such rank; this communicator has ranks 0 to 1"):
+        model.add_link(nn.Identity(), rank_out=2)
+    with pytest.raises(InputError, match="rank_in=-1: there is no such rank"):
+        model.add_link(nn.Identity(), rank_in=[0, -1])
+    with pytest.raises(InputError, match="rank_in='0' is a str; give a rank"):
+        model.add_link(nn.Identity(), rank_in=["0"])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="rank_out is empty; name at least one rank"):
+        model.add_link(nn.Identity(), rank_out=[])
+    with pytest.raises(InputError, match=r"tag_out=\[1, 2, 3\] has 3 entries for 2 ranks"):
+        model.add_link(nn.Identity(), rank_out=[0, 1], tag_out=[1, 2, 3])
+    with pytest.raises(InputError, match="tag_in: tag -1 is not between 0 and 4294967295"):
+        model.add_link(nn.Identity(), rank_in=0, tag_in=-1)
+    model.add_link(nn.Identity())
+    with pytest.raises(InputError, match=f"part 1 is the second without rank_out on rank {comm.rank}"):
+        model.add_link(nn.Identity(), rank_in=0)
+    assert len(model.links) == 1
 
 
 @pytest.mark.ranks(2)
-def test_own_edges_that_do_not_fit_are_refused_before_anything_is_sent(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        here, there = comm.rank, 1 - comm.rank
-        with pytest.raises(InputError, match=f"has no parts on rank {here}"):
-            MultiNodeChainList(comm)()
-        early = MultiNodeChainList(comm)
-        early.add_link(nn.Identity(), rank_out=there)
-        early.add_link(nn.Identity(), rank_in=here, rank_out=here)
-        with pytest.raises(InputError, match=f"part 1 takes an input from its own rank {here} with tag 0, but no part before"):
-            early(torch.ones(1))
-        left = MultiNodeChainList(comm)
-        left.add_link(nn.Identity(), rank_out=[there, here], tag_out=[0, 9])
-        with pytest.raises(InputError, match=f"1 outputs to the own rank {here} with tag 9 are taken by no later part"):
-            left(torch.ones(1))
-        right = MultiNodeChainList(comm)
-        right.add_link(nn.Identity(), rank_out=there)
-        right.add_link(nn.Identity(), rank_in=there)
-        assert right(torch.full((1,), float(here))).item() == there
-
-    world(body)
+def test_own_edges_that_do_not_fit_are_refused_before_anything_is_sent(comm: AbstractCommunicator) -> None:
+    here, there = comm.rank, 1 - comm.rank
+    with pytest.raises(InputError, match=f"has no parts on rank {here}"):
+        MultiNodeChainList(comm)()
+    early = MultiNodeChainList(comm)
+    early.add_link(nn.Identity(), rank_out=there)
+    early.add_link(nn.Identity(), rank_in=here, rank_out=here)
+    with pytest.raises(InputError, match=f"part 1 takes an input from its own rank {here} with tag 0, but no part before"):
+        early(torch.ones(1))
+    left = MultiNodeChainList(comm)
+    left.add_link(nn.Identity(), rank_out=[there, here], tag_out=[0, 9])
+    with pytest.raises(InputError, match=f"1 outputs to the own rank {here} with tag 9 are taken by no later part"):
+        left(torch.ones(1))
+    right = MultiNodeChainList(comm)
+    right.add_link(nn.Identity(), rank_out=there)
+    right.add_link(nn.Identity(), rank_in=there)
+    assert right(torch.full((1,), float(here))).item() == there

@@ -1,7 +1,5 @@
 """Networks whose batch normalizations were replaced by those over all ranks."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -32,14 +30,13 @@ class Nested(nn.Module):
         self.space = nn.BatchNorm3d(4, track_running_stats=False)
         self.heads = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "out": nn.Linear(4, 2)})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.first(x)
         for block in self.blocks:
             h = self.again(torch.tanh(block(h)))
         h = self.space(h.unsqueeze(-1)).squeeze(-1)
         h = self.heads["norm"](self.lines(h.flatten(2)).mean(2))
-        y: torch.Tensor = self.heads["out"](h)
-        return y
+        return self.heads["out"](h)
 
 
 def build() -> Nested:

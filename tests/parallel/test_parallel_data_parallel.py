@@ -1,7 +1,5 @@
 """DataParallel: gradients of the global batch on every rank, whatever the ranks have, use and leave out."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Sequence
@@ -81,43 +79,37 @@ def assert_same(actual: Tensors, expected: Tensors) -> None:
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "native"])
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
-def test_gradients_are_those_of_the_global_batch(world: World, bucket_bytes: int, algorithm: str | None) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = DataParallel(network(comm.rank), comm, bucket_bytes=bucket_bytes, algorithm=algorithm)
-        plain = network(0)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
-        for step in range(3):
-            x, y = batch(comm.size, step=step)
-            for each, inputs, targets in ((model, local(comm, x), local(comm, y)), (plain, x, y)):
-                each.zero_grad(set_to_none=step != 1)
-                mse(each(inputs), targets).backward()
-            assert_same(gradients(model.module), gradients(plain))
-            for optimizer in optimizers:
-                optimizer.step()
-        assert_same(list(model.module.parameters()), list(plain.parameters()))
-        model.close()
-
-    world(body)
+def test_gradients_are_those_of_the_global_batch(comm: AbstractCommunicator, bucket_bytes: int, algorithm: str | None) -> None:
+    model = DataParallel(network(comm.rank), comm, bucket_bytes=bucket_bytes, algorithm=algorithm)
+    plain = network(0)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+    for step in range(3):
+        x, y = batch(comm.size, step=step)
+        for each, inputs, targets in ((model, local(comm, x), local(comm, y)), (plain, x, y)):
+            each.zero_grad(set_to_none=step != 1)
+            mse(each(inputs), targets).backward()
+        assert_same(gradients(model.module), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(list(model.module.parameters()), list(plain.parameters()))
+    model.close()
 
 
-def test_a_sum_over_samples_stays_a_sum_and_penalties_are_averaged(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x, y = batch(comm.size)
-        plain, summed, penalised = network(0), network(0), network(0)
-        total = DataParallel(summed, comm, reduction="sum")
-        mse(total(local(comm, x)), local(comm, y), reduction="sum").backward()
-        mse(plain(x), y, reduction="sum").backward()
-        assert_same(gradients(summed), gradients(plain))
+def test_a_sum_over_samples_stays_a_sum_and_penalties_are_averaged(comm: AbstractCommunicator) -> None:
+    x, y = batch(comm.size)
+    plain, summed, penalised = network(0), network(0), network(0)
+    total = DataParallel(summed, comm, reduction="sum")
+    mse(total(local(comm, x)), local(comm, y), reduction="sum").backward()
+    mse(plain(x), y, reduction="sum").backward()
+    assert_same(gradients(summed), gradients(plain))
 
-        plain.zero_grad()
-        model = DataParallel(penalised, comm)
-        (mse(model(local(comm, x)), local(comm, y)) + penalised.last.weight.square().sum()).backward()
-        (mse(plain(x), y) + plain.last.weight.square().sum()).backward()
-        assert_same(gradients(penalised), gradients(plain))
-        for each in (total, model):
-            each.close()
-
-    world(body)
+    plain.zero_grad()
+    model = DataParallel(penalised, comm)
+    (mse(model(local(comm, x)), local(comm, y)) + penalised.last.weight.square().sum()).backward()
+    (mse(plain(x), y) + plain.last.weight.square().sum()).backward()
+    assert_same(gradients(penalised), gradients(plain))
+    for each in (total, model):
+        each.close()
 
 
 def test_accumulation_over_micro_batches(world: World) -> None:
@@ -145,39 +137,33 @@ def test_accumulation_over_micro_batches(world: World) -> None:
     world(body)
 
 
-def test_what_only_some_ranks_use_and_what_nobody_uses(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        own, plain = network(0), network(0)
-        model = DataParallel(own, comm)
-        for _ in range(2):
-            model.zero_grad()
-            x, y = batch(comm.size)
-            uses_side = comm.rank == comm.size - 1
-            mse(model(local(comm, x), with_side=uses_side), local(comm, y)).backward()
+def test_what_only_some_ranks_use_and_what_nobody_uses(comm: AbstractCommunicator) -> None:
+    own, plain = network(0), network(0)
+    model = DataParallel(own, comm)
+    for _ in range(2):
+        model.zero_grad()
+        x, y = batch(comm.size)
+        uses_side = comm.rank == comm.size - 1
+        mse(model(local(comm, x), with_side=uses_side), local(comm, y)).backward()
 
-            plain.zero_grad()
-            parts = torch.split(x, list(COUNTS[: comm.size]))
-            outputs = [plain(part, with_side=rank == comm.size - 1) for rank, part in enumerate(parts)]
-            mse(torch.cat(outputs), y).backward()
-            assert_same(gradients(model.module), gradients(plain))
-            assert own.spare.weight.grad is None
-            assert own.frozen.weight.grad is None
-        model.close()
-
-    world(body)
-
-
-def test_a_rank_without_samples(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model, plain = DataParallel(network(0), comm), network(0)
-        x, y = batch(1)
-        mine = slice(0, 3) if comm.rank == comm.size - 1 else slice(0, 0)
-        mse(model(x[mine]), y[mine]).backward()
-        mse(plain(x), y).backward()
+        plain.zero_grad()
+        parts = torch.split(x, list(COUNTS[: comm.size]))
+        outputs = [plain(part, with_side=rank == comm.size - 1) for rank, part in enumerate(parts)]
+        mse(torch.cat(outputs), y).backward()
         assert_same(gradients(model.module), gradients(plain))
-        model.close()
+        assert own.spare.weight.grad is None
+        assert own.frozen.weight.grad is None
+    model.close()
 
-    world(body)
+
+def test_a_rank_without_samples(comm: AbstractCommunicator) -> None:
+    model, plain = DataParallel(network(0), comm), network(0)
+    x, y = batch(1)
+    mine = slice(0, 3) if comm.rank == comm.size - 1 else slice(0, 0)
+    mse(model(x[mine]), y[mine]).backward()
+    mse(plain(x), y).backward()
+    assert_same(gradients(model.module), gradients(plain))
+    model.close()
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 1e-6)])
@@ -205,46 +191,40 @@ def test_gradients_that_travel_narrower(world: World, wire: torch.dtype, toleran
     assert all(each == given[0] for each in given)
 
 
-def test_double_buffering_is_exactly_one_step_stale(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model, plain = DataParallel(network(0), comm, double_buffering=True), network(0)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-        late: Tensors = [None for _ in plain.parameters()]
-        for step in range(5):
-            x, y = batch(comm.size, step=step)
-            for each, inputs, targets in ((model, local(comm, x), local(comm, y)), (plain, x, y)):
-                each.zero_grad()
-                mse(each(inputs), targets).backward()
-            fresh = gradients(plain)
-            for parameter, grad in zip(plain.parameters(), late, strict=True):
-                parameter.grad = grad
-            late = fresh
-            assert_same(gradients(model.module), gradients(plain))
-            for optimizer in optimizers:
-                optimizer.step()
-            assert_same(list(model.module.parameters()), list(plain.parameters()))
-        model.flush()
-        assert_same(gradients(model.module), late)
-        model.close()
-
-    world(body)
+def test_double_buffering_is_exactly_one_step_stale(comm: AbstractCommunicator) -> None:
+    model, plain = DataParallel(network(0), comm, double_buffering=True), network(0)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    late: Tensors = [None for _ in plain.parameters()]
+    for step in range(5):
+        x, y = batch(comm.size, step=step)
+        for each, inputs, targets in ((model, local(comm, x), local(comm, y)), (plain, x, y)):
+            each.zero_grad()
+            mse(each(inputs), targets).backward()
+        fresh = gradients(plain)
+        for parameter, grad in zip(plain.parameters(), late, strict=True):
+            parameter.grad = grad
+        late = fresh
+        assert_same(gradients(model.module), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(list(model.module.parameters()), list(plain.parameters()))
+    model.flush()
+    assert_same(gradients(model.module), late)
+    model.close()
 
 
-def test_weights_and_buffers_of_rank_0_are_everyones(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        mine = network(comm.rank)
-        assert mine.norm.num_batches_tracked is not None
-        mine.norm.num_batches_tracked.add_(comm.rank)
-        model = DataParallel(mine, comm)
-        for name, tensor in network(0).state_dict().items():
-            assert torch.equal(mine.state_dict()[name], tensor), name
-        assert list(model.state_dict()) == [f"module.{name}" for name in mine.state_dict()]
-        model.close()
-
-    world(body)
+def test_weights_and_buffers_of_rank_0_are_everyones(comm: AbstractCommunicator) -> None:
+    mine = network(comm.rank)
+    assert mine.norm.num_batches_tracked is not None
+    mine.norm.num_batches_tracked.add_(comm.rank)
+    model = DataParallel(mine, comm)
+    for name, tensor in network(0).state_dict().items():
+        assert torch.equal(mine.state_dict()[name], tensor), name
+    assert list(model.state_dict()) == [f"module.{name}" for name in mine.state_dict()]
+    model.close()
 
 
-def test_outputs_may_be_nested_and_used_inside(world: World) -> None:
+def test_outputs_may_be_nested_and_used_inside(comm: AbstractCommunicator) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -261,64 +241,54 @@ def test_outputs_may_be_nested_and_used_inside(world: World) -> None:
         hidden += 1  # outputs may be changed in place
         return mse(hidden, y) + mse(more[0], y)
 
-    def body(comm: AbstractCommunicator) -> None:
-        x, y = batch(comm.size)
-        plain, own = Nested(), Nested()
-        model = DataParallel(own, comm)
-        loss(model(x=local(comm, x)), local(comm, y)).backward()
-        loss(plain(x=x), y).backward()
-        assert_same(gradients(own), gradients(plain))
-        model.close()
-
-    world(body)
+    x, y = batch(comm.size)
+    plain, own = Nested(), Nested()
+    model = DataParallel(own, comm)
+    loss(model(x=local(comm, x)), local(comm, y)).backward()
+    loss(plain(x=x), y).backward()
+    assert_same(gradients(own), gradients(plain))
+    model.close()
 
 
-def test_forward_without_gradients_talks_to_nobody(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = DataParallel(network(0), comm)
-        if comm.rank == 0:
-            with torch.no_grad():
-                model(batch(1)[0])
-        x, y = batch(comm.size)
-        mse(model(local(comm, x)), local(comm, y)).backward()
-        model.close()
-
-    world(body)
+def test_forward_without_gradients_talks_to_nobody(comm: AbstractCommunicator) -> None:
+    model = DataParallel(network(0), comm)
+    if comm.rank == 0:
+        with torch.no_grad():
+            model(batch(1)[0])
+    x, y = batch(comm.size)
+    mse(model(local(comm, x)), local(comm, y)).backward()
+    model.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["shared", "two hosts", "a host each", "messages", "scheduled"])
-def test_means_of_several_vectors(world: World, kind: str, dtype: torch.dtype) -> None:
+def test_means_of_several_vectors(comm: AbstractCommunicator, kind: str, dtype: torch.dtype) -> None:
     sizes = [3, 0, 5000, 1]
-
-    def body(comm: AbstractCommunicator) -> None:
-        hosts = {
-            "shared": [""] * comm.size,
-            "two hosts": [str(rank % max(1, comm.size // 2)) for rank in range(comm.size)],
-            "a host each": [str(rank) for rank in range(comm.size)],
-        }
-        if kind in hosts and not comm.has_windows:
-            return
-        sums: AbstractOverlap
-        if kind in hosts:
-            sums = SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=hosts[kind])
-        elif kind == "messages":
-            sums = overlap(comm, sizes=sizes, dtype=dtype, hosts=hosts["a host each"])
-        else:
-            sums = ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm="ring")
-        for turn in range(3):
-            order = [(index + turn + comm.rank) % len(sizes) for index in range(len(sizes))]
-            for index in order:
-                sums.vectors[index].fill_(float(comm.rank + index + turn))
-                sums.begin(index)
-                sums.progress()
-            sums.wait()
-            for index, vector in enumerate(sums.vectors):
-                expected = torch.full((sizes[index],), float(sum(rank + index + turn for rank in range(comm.size)))).to(dtype)
-                assert torch.equal(vector, expected)
-        sums.close()
-
-    world(body)
+    hosts = {
+        "shared": [""] * comm.size,
+        "two hosts": [str(rank % max(1, comm.size // 2)) for rank in range(comm.size)],
+        "a host each": [str(rank) for rank in range(comm.size)],
+    }
+    if kind in hosts and not comm.has_windows:
+        return
+    sums: AbstractOverlap
+    if kind in hosts:
+        sums = SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=hosts[kind])
+    elif kind == "messages":
+        sums = overlap(comm, sizes=sizes, dtype=dtype, hosts=hosts["a host each"])
+    else:
+        sums = ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm="ring")
+    for turn in range(3):
+        order = [(index + turn + comm.rank) % len(sizes) for index in range(len(sizes))]
+        for index in order:
+            sums.vectors[index].fill_(float(comm.rank + index + turn))
+            sums.begin(index)
+            sums.progress()
+        sums.wait()
+        for index, vector in enumerate(sums.vectors):
+            expected = torch.full((sizes[index],), float(sum(rank + index + turn for rank in range(comm.size)))).to(dtype)
+            assert torch.equal(vector, expected)
+    sums.close()
 
 
 def test_ranks_of_one_host_share_their_buckets_and_send_nothing(world: World) -> None:
@@ -332,49 +302,39 @@ def test_ranks_of_one_host_share_their_buckets_and_send_nothing(world: World) ->
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_hosts_whose_number_is_no_power_of_two_send_no_vector_twice(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        sums = overlap(comm, sizes=[3000], hosts=[str(rank) for rank in range(comm.size)])
-        assert isinstance(sums, MessageOverlap)
-        assert sums.sums.is_direct == (comm.size == 3)
-        sums.close()
-
-    world(body)
+def test_hosts_whose_number_is_no_power_of_two_send_no_vector_twice(comm: AbstractCommunicator) -> None:
+    sums = overlap(comm, sizes=[3000], hosts=[str(rank) for rank in range(comm.size)])
+    assert isinstance(sums, MessageOverlap)
+    assert sums.sums.is_direct == (comm.size == 3)
+    sums.close()
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("hosts", "shared"), [("abab", True), ("aabb", True), ("aaab", False), ("abcd", False)])
-def test_hosts_of_equally_many_ranks_send_slices_only(world: World, hosts: str, shared: bool) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        sums = overlap(comm, sizes=[100], hosts=list(hosts))
-        assert isinstance(sums, SharedOverlap if shared and comm.has_windows else MessageOverlap)
-        sums.close()
-
-    world(body)
+def test_hosts_of_equally_many_ranks_send_slices_only(comm: AbstractCommunicator, hosts: str, shared: bool) -> None:
+    sums = overlap(comm, sizes=[100], hosts=list(hosts))
+    assert isinstance(sums, SharedOverlap if shared and comm.has_windows else MessageOverlap)
+    sums.close()
 
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(4)
-def test_a_rank_that_does_not_begin_is_named_across_hosts(world: World) -> None:
+def test_a_rank_that_does_not_begin_is_named_across_hosts(comm: AbstractCommunicator) -> None:
     told = {
         0: "all-reduce of a slice across hosts on rank 0 of 4 .*rank 2",
         1: "all-reduce of a slice across hosts on rank 1 of 4 .*rank 3",
         2: "shared all-reduce on rank 2 of 4 .*rank 3",
     }
-
-    def body(comm: AbstractCommunicator) -> None:
-        sums = SharedOverlap(comm, sizes=[100], dtype=torch.float32, hosts=list("aabb"))
-        if comm.rank != 3:
-            sums.begin(0)
-        comm.barrier()  # all others have begun
-        if comm.rank != 3:
-            comm.timeout_s = 1.0
-            with pytest.raises(CommTimeoutError, match=told[comm.rank]):
-                sums.wait()
-            comm.timeout_s = WORLD_TIMEOUT_S
-        comm.barrier()
-
-    world(body)
+    sums = SharedOverlap(comm, sizes=[100], dtype=torch.float32, hosts=list("aabb"))
+    if comm.rank != 3:
+        sums.begin(0)
+    comm.barrier()  # all others have begun
+    if comm.rank != 3:
+        comm.timeout_s = 1.0
+        with pytest.raises(CommTimeoutError, match=told[comm.rank]):
+            sums.wait()
+        comm.timeout_s = WORLD_TIMEOUT_S
+    comm.barrier()
 
 
 @pytest.mark.ranks(2, 3)
@@ -393,82 +353,69 @@ def test_networks_that_differ_are_told_apart(world: World) -> None:
     world(body)
 
 
-def penalised(model: Any, x: torch.Tensor, reduction: str) -> torch.Tensor:
+def penalised(model: Any, x: torch.Tensor, reduction: str) -> Any:
     """A loss with a penalty on the gradient by the inputs."""
     over: Any = torch.mean if reduction == "mean" else torch.sum
     x = x.clone().requires_grad_()
     out = model(x)
     (by_inputs,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    loss: torch.Tensor = over(out.square()) + over(by_inputs.square().sum(1))
-    return loss
+    return over(out.square()) + over(by_inputs.square().sum(1))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_gradient_penalty_is_exact_whatever_the_shares(world: World, reduction: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x, _ = batch(comm.size)
-        plain, module = network(0), network(0)
-        penalised(plain, x, reduction).backward()  # type: ignore[no-untyped-call]
-        model = DataParallel(module, comm, reduction=reduction)
-        penalised(model, local(comm, x), reduction).backward()  # type: ignore[no-untyped-call]
-        assert_same(gradients(module), gradients(plain))
-        with pytest.raises(InputError, match="create_graph=True: the gradients of parameters are summed over the replicas"):
-            model(local(comm, x)).square().mean().backward(create_graph=True)
-        model.close()
-
-    world(body)
+def test_a_gradient_penalty_is_exact_whatever_the_shares(comm: AbstractCommunicator, reduction: Any) -> None:
+    x, _ = batch(comm.size)
+    plain, module = network(0), network(0)
+    penalised(plain, x, reduction).backward()
+    model = DataParallel(module, comm, reduction=reduction)
+    penalised(model, local(comm, x), reduction).backward()
+    assert_same(gradients(module), gradients(plain))
+    with pytest.raises(InputError, match="create_graph=True: the gradients of parameters are summed over the replicas"):
+        model(local(comm, x)).square().mean().backward(create_graph=True)
+    model.close()
 
 
 @pytest.mark.ranks(2)
-def test_a_penalty_in_a_sum_is_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        module = network(0)
-        model = DataParallel(module, comm, reduction="sum")
-        loss = model(local(comm, batch(comm.size)[0])).sum() + module.last.weight.norm()
-        with pytest.raises(InputError, match=r"the loss reads last\.weight outside .* is a sum over samples"):
-            loss.backward()
-        model.close()
-
-    world(body)
+def test_a_penalty_in_a_sum_is_refused(comm: AbstractCommunicator) -> None:
+    module = network(0)
+    model = DataParallel(module, comm, reduction="sum")
+    loss = model(local(comm, batch(comm.size)[0])).sum() + module.last.weight.norm()
+    with pytest.raises(InputError, match=r"the loss reads last\.weight outside .* is a sum over samples"):
+        loss.backward()
+    model.close()
 
 
-def test_gradients_that_would_be_of_one_rank_alone_are_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        module = network(0)
-        model = DataParallel(module, comm)
-        x = local(comm, batch(comm.size)[0]).requires_grad_()
-        for wanted in (list(module.last.parameters()), [x, module.side.weight]):
-            with pytest.raises(InputError, match=r"torch\.autograd\.grad was asked for the gradient of (side|last)\."):
-                torch.autograd.grad(model(x).square().mean(), wanted)
-        (by_inputs,) = torch.autograd.grad(model(x).square().mean(), x)
-        assert by_inputs.shape == x.shape
-        last = list(module.last.parameters())
-        model(x).square().mean().backward(inputs=last)
-        plain = network(0)
-        plain(batch(comm.size)[0]).square().mean().backward()
-        assert_same([each.grad for each in last], [each.grad for each in plain.last.parameters()])
-        model.close()
-
-    world(body)
+def test_gradients_that_would_be_of_one_rank_alone_are_refused(comm: AbstractCommunicator) -> None:
+    module = network(0)
+    model = DataParallel(module, comm)
+    x = local(comm, batch(comm.size)[0]).requires_grad_()
+    for wanted in (list(module.last.parameters()), [x, module.side.weight]):
+        with pytest.raises(InputError, match=r"torch\.autograd\.grad was asked for the gradient of (side|last)\."):
+            torch.autograd.grad(model(x).square().mean(), wanted)
+    (by_inputs,) = torch.autograd.grad(model(x).square().mean(), x)
+    assert by_inputs.shape == x.shape
+    last = list(module.last.parameters())
+    model(x).square().mean().backward(inputs=last)
+    plain = network(0)
+    plain(batch(comm.size)[0]).square().mean().backward()
+    assert_same([each.grad for each in last], [each.grad for each in plain.last.parameters()])
+    model.close()
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_cannot_be_is_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"wire=torch.int64 is not a floating dtype"):
-            DataParallel(network(0), comm, wire=torch.int64)
-        with pytest.raises(InputError, match="nothing to train"):
-            DataParallel(network(0).requires_grad_(False), comm)
-        with pytest.raises(InputError, match="bucket_bytes must be at least 1, not 0"):
-            DataParallel(network(0), comm, bucket_bytes=0)
-        module = network(0)
-        model = DataParallel(module, comm)
-        with pytest.raises(InputError, match="this network is in another DataParallel"):
-            DataParallel(module, comm)
-        model.close()
-        DataParallel(module, comm).close()
-
-    world(body)
+def test_what_cannot_be_is_refused(comm: AbstractCommunicator) -> None:
+    with pytest.raises(InputError, match=r"wire=torch.int64 is not a floating dtype"):
+        DataParallel(network(0), comm, wire=torch.int64)
+    with pytest.raises(InputError, match="nothing to train"):
+        DataParallel(network(0).requires_grad_(False), comm)
+    with pytest.raises(InputError, match="bucket_bytes must be at least 1, not 0"):
+        DataParallel(network(0), comm, bucket_bytes=0)
+    module = network(0)
+    model = DataParallel(module, comm)
+    with pytest.raises(InputError, match="this network is in another DataParallel"):
+        DataParallel(module, comm)
+    model.close()
+    DataParallel(module, comm).close()
 
 
 def test_mistakes_in_forward_are_told() -> None:
@@ -493,29 +440,26 @@ def test_mistakes_in_forward_are_told() -> None:
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
-def test_what_is_thawed_in_mid_run_is_summed_or_refused(world: World, double_buffering: bool) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        module, plain = network(0), network(0)
-        model = DataParallel(module, comm, double_buffering=double_buffering)
-        x, y = batch(comm.size)
-        for step in range(5):
-            if step == 3:
-                for network_ in (module, plain):
-                    network_.frozen.requires_grad_(True)
-                    network_.first.requires_grad_(False)
-                if double_buffering:
-                    with pytest.raises(InputError, match=r"a parameter is trained that was frozen .* call flush\(\)"):
-                        model(local(comm, x))
-                    break
-            both: list[tuple[Any, torch.Tensor, torch.Tensor]] = [(model, local(comm, x), local(comm, y)), (plain, x, y)]
-            for each, inputs, targets in both:
-                each.zero_grad()
-                mse(each(inputs), targets).backward()
-            if not double_buffering:
-                assert_same(gradients(module), gradients(plain))
-        model.close()
-
-    world(body)
+def test_what_is_thawed_in_mid_run_is_summed_or_refused(comm: AbstractCommunicator, double_buffering: bool) -> None:
+    module, plain = network(0), network(0)
+    model = DataParallel(module, comm, double_buffering=double_buffering)
+    x, y = batch(comm.size)
+    for step in range(5):
+        if step == 3:
+            for network_ in (module, plain):
+                network_.frozen.requires_grad_(True)
+                network_.first.requires_grad_(False)
+            if double_buffering:
+                with pytest.raises(InputError, match=r"a parameter is trained that was frozen .* call flush\(\)"):
+                    model(local(comm, x))
+                break
+        both: list[tuple[Any, torch.Tensor, torch.Tensor]] = [(model, local(comm, x), local(comm, y)), (plain, x, y)]
+        for each, inputs, targets in both:
+            each.zero_grad()
+            mse(each(inputs), targets).backward()
+        if not double_buffering:
+            assert_same(gradients(module), gradients(plain))
+    model.close()
 
 
 @pytest.mark.ranks(2)
@@ -527,12 +471,11 @@ def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have
     class Fragile(nn.Sequential):
         fails = False
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             hidden = self[0](x)
             if self.fails:
                 hidden.register_hook(boom)
-            result: torch.Tensor = self[1](hidden)
-            return result
+            return self[1](hidden)
 
     def body(comm: AbstractCommunicator) -> None:
         module = Fragile(nn.Linear(4, 8), nn.Linear(8, 3)).double()
@@ -581,20 +524,17 @@ def test_a_rank_that_raises_ends_the_others(algorithm: str | None) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_does_not_come_is_named(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        if not comm.has_windows:
-            return
-        sums = SharedOverlap(comm, sizes=[10], dtype=torch.float32)
-        if comm.rank == 0:
-            sums.begin(0)
-            comm.timeout_s = 0.1
-            with pytest.raises(CommTimeoutError, match=r"shared all-reduce on rank 0 of 2 timed out .*: rank 1 did not join"):
-                sums.wait()
-            comm.timeout_s = WORLD_TIMEOUT_S
-        comm.barrier()
-
-    world(body)
+def test_a_rank_that_does_not_come_is_named(comm: AbstractCommunicator) -> None:
+    if not comm.has_windows:
+        return
+    sums = SharedOverlap(comm, sizes=[10], dtype=torch.float32)
+    if comm.rank == 0:
+        sums.begin(0)
+        comm.timeout_s = 0.1
+        with pytest.raises(CommTimeoutError, match=r"shared all-reduce on rank 0 of 2 timed out .*: rank 1 did not join"):
+            sums.wait()
+        comm.timeout_s = WORLD_TIMEOUT_S
+    comm.barrier()
 
 
 def test_buckets_follow_backward_and_the_first_is_small() -> None:

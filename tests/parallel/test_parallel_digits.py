@@ -1,7 +1,5 @@
 """The whole of it: digits dealt out, an optimizer of many ranks, evaluation, checkpoints, and on from one of them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

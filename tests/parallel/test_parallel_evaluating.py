@@ -1,7 +1,5 @@
 """Evaluation, observation and early stopping of many ranks: exact for uneven ranks, alike on all, and no hang."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
@@ -32,24 +30,20 @@ def values_of(rank: int, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("counts", [(3, 5, 2, 7), (0, 4, 0, 1), (4, 4, 4, 4), (0, 0, 0, 0)])
-def test_means_are_over_the_samples_of_all_ranks(world: World, counts: tuple[int, ...]) -> None:
-    whole = torch.cat([values_of(rank, counts[rank]) for rank in range(world.size)])
+def test_means_are_over_the_samples_of_all_ranks(comm: AbstractCommunicator, counts: tuple[int, ...]) -> None:
+    whole = torch.cat([values_of(rank, counts[rank]) for rank in range(comm.size)])
+    mine = values_of(comm.rank, counts[comm.rank])  # the mean of none is NaN, and does not count
 
-    def body(comm: AbstractCommunicator) -> dict[str, float]:
-        mine = values_of(comm.rank, counts[comm.rank])  # the mean of none is NaN, and does not count
+    def evaluate() -> Measured:
+        return Measured(values={"b": mine.mean().item(), "a": mine.square().mean().item()}, num_samples=len(mine))
 
-        def evaluate() -> Measured:
-            return Measured(values={"b": mine.mean().item(), "a": mine.square().mean().item()}, num_samples=len(mine))
-
-        return MultiNodeEvaluator(evaluate, comm)()
-
-    for means in world(body):
-        if len(whole) == 0:
-            assert means == {}
-        else:
-            expected = {"a": whole.square().mean().item(), "b": whole.mean().item()}
-            assert list(means) == ["a", "b"]
-            assert means == pytest.approx(expected, rel=1e-12)
+    means = MultiNodeEvaluator(evaluate, comm)()
+    if len(whole) == 0:
+        assert means == {}
+    else:
+        expected = {"a": whole.square().mean().item(), "b": whole.mean().item()}
+        assert list(means) == ["a", "b"]
+        assert means == pytest.approx(expected, rel=1e-12)
 
 
 def test_names_that_only_some_ranks_have(world: World) -> None:
@@ -69,23 +63,20 @@ def test_names_that_only_some_ranks_have(world: World) -> None:
         assert means == pytest.approx(expected, rel=1e-15)
 
 
-def test_an_evaluation_that_fails_on_one_rank_fails_on_all(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        last = comm.size - 1
+def test_an_evaluation_that_fails_on_one_rank_fails_on_all(comm: AbstractCommunicator) -> None:
+    last = comm.size - 1
 
-        def evaluate() -> Measured:
-            if comm.rank == last:
-                raise KeyError("accuracy")
-            return Measured(values={}, num_samples=1)
+    def evaluate() -> Measured:
+        if comm.rank == last:
+            raise KeyError("accuracy")
+        return Measured(values={}, num_samples=1)
 
-        with pytest.raises(TrainingError, match=f"the evaluation failed on rank {last} of {comm.size}: KeyError: 'accuracy'"):
-            MultiNodeEvaluator(evaluate, comm)()
-        with pytest.raises(InputError, match="rank 0 measured -1 samples"):
-            weighted_means(Measured(values={}, num_samples=-1), comm)
-        with pytest.raises(InputError, match=r"rank 0 measured loss as a Tensor; give a number, as by \.item\(\)"):
-            weighted_means(Measured(values={"loss": torch.ones(1)}, num_samples=1), comm)  # type: ignore[dict-item]
-
-    world(body)
+    with pytest.raises(TrainingError, match=f"the evaluation failed on rank {last} of {comm.size}: KeyError: 'accuracy'"):
+        MultiNodeEvaluator(evaluate, comm)()
+    with pytest.raises(InputError, match="rank 0 measured -1 samples"):
+        weighted_means(Measured(values={}, num_samples=-1), comm)
+    with pytest.raises(InputError, match=r"rank 0 measured loss as a Tensor; give a number, as by \.item\(\)"):
+        weighted_means(Measured(values={"loss": torch.ones(1)}, num_samples=1), comm)  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(("length", "batch_size"), [(97, 7), (9, 77), (0, 3)])
@@ -107,50 +98,43 @@ def test_results_of_all_batches_come_in_turn(world: World, length: int, batch_si
     assert world(body) == [expected] * world.size
 
 
-def test_ranks_with_many_more_batches_than_others(world: World) -> None:
+def test_ranks_with_many_more_batches_than_others(comm: AbstractCommunicator) -> None:
     def twice(batch: int) -> int:
         return 2 * batch
 
     def total(results: list[int]) -> int:
         return sum(results)
 
-    def body(comm: AbstractCommunicator) -> int:
-        return gather_evaluation([1] * (20 * comm.rank), comm, local=twice, aggregate=total)
-
-    assert world(body) == [2 * sum(20 * rank for rank in range(world.size))] * world.size
+    assert gather_evaluation([1] * (20 * comm.rank), comm, local=twice, aggregate=total) == 2 * sum(
+        20 * rank for rank in range(comm.size)
+    )
 
 
 @pytest.mark.parametrize("where", ["local", "aggregate"])
-def test_a_gathered_evaluation_that_fails_fails_on_all_ranks(world: World, where: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        def local(batch: int) -> float:
-            return 1 / batch if where == "local" and comm.rank == comm.size - 1 else 1.0
+def test_a_gathered_evaluation_that_fails_fails_on_all_ranks(comm: AbstractCommunicator, where: str) -> None:
+    def local(batch: int) -> float:
+        return 1 / batch if where == "local" and comm.rank == comm.size - 1 else 1.0
 
-        def aggregate(results: list[float]) -> float:
-            return results[len(results)]
+    def aggregate(results: list[float]) -> float:
+        return results[len(results)]
 
-        what = f"the evaluation failed on rank {comm.size - 1}" if where == "local" else "aggregate failed on rank 0"
-        with pytest.raises(TrainingError, match=what):
-            gather_evaluation([1, 0], comm, local=local, aggregate=aggregate)
-
-    world(body)
+    what = f"the evaluation failed on rank {comm.size - 1}" if where == "local" else "aggregate failed on rank 0"
+    with pytest.raises(TrainingError, match=what):
+        gather_evaluation([1, 0], comm, local=local, aggregate=aggregate)
 
 
 # -- observations --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_observations_become_the_mean_of_all_ranks(world: World, every: int) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        observations = ObservationAggregator(comm, every=every)
-        for step in range(1, 7):
-            seen = observations.observe({"rank": comm.rank, "step": step})
-            if step % every:
-                assert seen is None
-            else:
-                assert seen == {"rank": (comm.size - 1) / 2, "step": step - (every - 1) / 2}
-
-    world(body)
+def test_observations_become_the_mean_of_all_ranks(comm: AbstractCommunicator, every: int) -> None:
+    observations = ObservationAggregator(comm, every=every)
+    for step in range(1, 7):
+        seen = observations.observe({"rank": comm.rank, "step": step})
+        if step % every:
+            assert seen is None
+        else:
+            assert seen == {"rank": (comm.size - 1) / 2, "step": step - (every - 1) / 2}
 
 
 def test_observations_weigh_by_samples_and_may_have_names_of_their_own(world: World) -> None:
@@ -168,71 +152,57 @@ def test_observations_weigh_by_samples_and_may_have_names_of_their_own(world: Wo
         assert seen == pytest.approx(expected, rel=1e-15)
 
 
-def test_observations_may_be_aggregated_in_another_way(world: World) -> None:
+def test_observations_may_be_aggregated_in_another_way(comm: AbstractCommunicator) -> None:
     def largest(values: Sequence[Sequence[float]]) -> float:
-        assert [len(each) for each in values] == [2] * world.size
+        assert [len(each) for each in values] == [2] * comm.size
         return max(map(max, values))
 
-    def body(comm: AbstractCommunicator) -> None:
-        observations = ObservationAggregator(comm, every=2, aggregate=largest)
-        observations.observe({"x": comm.rank})
-        assert observations.observe({"x": -1.0}) == {"x": comm.size - 1}
-        broken = ObservationAggregator(comm, aggregate=lambda values: values[len(values)][0])
-        with pytest.raises(TrainingError, match="aggregate failed on rank 0"):
-            broken.observe({"x": 1.0})
-        with pytest.raises(InputError, match="every must be at least 1, not 0"):
-            ObservationAggregator(comm, every=0)
-
-    world(body)
+    observations = ObservationAggregator(comm, every=2, aggregate=largest)
+    observations.observe({"x": comm.rank})
+    assert observations.observe({"x": -1.0}) == {"x": comm.size - 1}
+    broken = ObservationAggregator(comm, aggregate=lambda values: values[len(values)][0])
+    with pytest.raises(TrainingError, match="aggregate failed on rank 0"):
+        broken.observe({"x": 1.0})
+    with pytest.raises(InputError, match="every must be at least 1, not 0"):
+        ObservationAggregator(comm, every=0)
 
 
 # -- early stopping ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_ranks_stop_together_at_the_references_check(world: World) -> None:
+def test_all_ranks_stop_together_at_the_references_check(comm: AbstractCommunicator) -> None:
     """The reference's sequence: with a patience of 3 it first fires at check 7 of 8, and then again."""
     accuracies = [0.5, 0.5, 0.6, 0.7, 0.6, 0.4, 0.3, 0.2]
-
-    def body(comm: AbstractCommunicator) -> list[bool]:
-        stopping = EarlyStopping(comm, patience=3, mode="max")
-        # Every rank has values of its own, of which only the mean has this course.
-        return [stopping.check(accuracy + 0.1 * (comm.rank - (comm.size - 1) / 2)) for accuracy in accuracies]
-
-    assert world(body) == [[False] * 6 + [True] * 2] * world.size
+    stopping = EarlyStopping(comm, patience=3, mode="max")
+    # Every rank has values of its own, of which only the mean has this course.
+    assert [stopping.check(accuracy + 0.1 * (comm.rank - (comm.size - 1) / 2)) for accuracy in accuracies] == [False] * 6 + [
+        True
+    ] * 2
 
 
-def test_losses_stop_when_they_no_longer_fall_by_enough(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        stopping = EarlyStopping(comm, patience=2, min_delta=0.1)
-        assert [stopping.check(value) for value in (1.0, 0.95, 0.85, 0.8, math.nan)] == [False, False, False, False, True]
-        assert (stopping.best, stopping.num_bad) == (0.85, 2)
-        other = EarlyStopping(comm, patience=3, min_delta=0.1)
-        other.load_state_dict(stopping.state_dict())
-        assert other.check(0.8)
-        assert not other.check(0.7)
-
-    world(body)
+def test_losses_stop_when_they_no_longer_fall_by_enough(comm: AbstractCommunicator) -> None:
+    stopping = EarlyStopping(comm, patience=2, min_delta=0.1)
+    assert [stopping.check(value) for value in (1.0, 0.95, 0.85, 0.8, math.nan)] == [False, False, False, False, True]
+    assert (stopping.best, stopping.num_bad) == (0.85, 2)
+    other = EarlyStopping(comm, patience=3, min_delta=0.1)
+    other.load_state_dict(stopping.state_dict())
+    assert other.check(0.8)
+    assert not other.check(0.7)
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_without_samples_do_not_count(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        stopping = EarlyStopping(comm, patience=1)
-        assert not stopping.check(math.nan if comm.rank else 3.0, num_samples=0 if comm.rank else 2)
-        assert stopping.best == 3.0
-        assert stopping.check(0.0, num_samples=0)
-
-    world(body)
+def test_ranks_without_samples_do_not_count(comm: AbstractCommunicator) -> None:
+    stopping = EarlyStopping(comm, patience=1)
+    assert not stopping.check(math.nan if comm.rank else 3.0, num_samples=0 if comm.rank else 2)
+    assert stopping.best == 3.0
+    assert stopping.check(0.0, num_samples=0)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("options", "message"), [({"patience": 0}, "at least 1, not 0"), ({"mode": "up"}, "'max', not 'up'")])
-def test_options_of_early_stopping(world: World, options: Any, message: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=message):
-            EarlyStopping(comm, **options)
-
-    world(body)
+def test_options_of_early_stopping(comm: AbstractCommunicator, options: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EarlyStopping(comm, **options)
 
 
 # -- exceptions ----------------------------------------------------------------------------------------------------------------

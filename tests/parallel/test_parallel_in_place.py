@@ -1,7 +1,5 @@
 """What layers that span ranks return may be changed in place, as the next layer of many networks does."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
@@ -21,27 +19,23 @@ WIDTHS = {"small": 6, "large": 20_000}
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_parts_of_a_chain_list_and_what_follows_it(world: World, width: str, in_place: bool) -> None:
+def test_parts_of_a_chain_list_and_what_follows_it(comm: AbstractCommunicator, width: str, in_place: bool) -> None:
     """Rank 0 gives to all and has an output; the parts of the others begin with the activation."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = MultiNodeChainList(comm)
-        weight = nn.Parameter(torch.full((2, WIDTHS[width]), 2.0, dtype=F64))
-        if comm.rank == 0:
-            others = list(range(1, comm.size))
-            model.add_link(_Times(weight), rank_out=[*others, 0])
-            model.add_link(_Times(weight), rank_in=0)
-        else:
-            model.add_link(nn.ReLU(inplace=in_place), rank_in=0)
-        x = torch.linspace(-1.0, 1.0, 2 * WIDTHS[width], dtype=F64).view(2, -1)
-        output = model(x)
-        (3 * (nn.ReLU(inplace=in_place)(output) if comm.rank == 0 else output)).sum().backward()
-        if comm.rank == 0:
-            assert weight.grad is not None
-            positive = x.clamp(min=0)
-            torch.testing.assert_close(weight.grad, 3 * 4 * positive + 3 * (comm.size - 1) * positive, rtol=1e-12, atol=0)
-
-    world(body)
+    model = MultiNodeChainList(comm)
+    weight = nn.Parameter(torch.full((2, WIDTHS[width]), 2.0, dtype=F64))
+    if comm.rank == 0:
+        others = list(range(1, comm.size))
+        model.add_link(_Times(weight), rank_out=[*others, 0])
+        model.add_link(_Times(weight), rank_in=0)
+    else:
+        model.add_link(nn.ReLU(inplace=in_place), rank_in=0)
+    x = torch.linspace(-1.0, 1.0, 2 * WIDTHS[width], dtype=F64).view(2, -1)
+    output = model(x)
+    (3 * (nn.ReLU(inplace=in_place)(output) if comm.rank == 0 else output)).sum().backward()
+    if comm.rank == 0:
+        assert weight.grad is not None
+        positive = x.clamp(min=0)
+        torch.testing.assert_close(weight.grad, 3 * 4 * positive + 3 * (comm.size - 1) * positive, rtol=1e-12, atol=0)
 
 
 class _Times(nn.Module):

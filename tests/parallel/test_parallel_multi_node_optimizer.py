@@ -1,7 +1,5 @@
 """An optimizer on many ranks does what one process does with all samples; the first step counts, and layers may come later."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -54,333 +52,284 @@ MAKERS = pytest.mark.parametrize(
 
 @MAKERS
 @pytest.mark.parametrize("bucket_bytes", [40, 1 << 20])
-def test_every_step_is_that_of_one_process_also_the_first(world: World, make: Any, bucket_bytes: int) -> None:
-    counts = (4,) * world.size
-
-    def body(comm: AbstractCommunicator) -> None:
-        model, plain = network(comm.rank), network(0)
-        optimizer = MultiNodeOptimizer(make(model.parameters()), comm, model=model, bucket_bytes=bucket_bytes)
-        single = make(plain.parameters())
-        assert_same(model, plain, tolerance=0)
-        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in (optimizer, single)]
-        for step in range(4):
-            x, y = batch(counts, step=step)
-            optimizer.zero_grad(set_to_none=step != 2)
-            single.zero_grad()
-            mse(model(x[4 * comm.rank : 4 * comm.rank + 4]), y[4 * comm.rank : 4 * comm.rank + 4]).backward()
-            mse(plain(x), y).backward()
-            optimizer.step()
-            single.step()
-            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
-            for schedule in schedules:
-                schedule.step()
-            assert_same(model, plain)
-        assert schedules[0].get_last_lr() == schedules[1].get_last_lr() == [single.defaults["lr"] / 4]
-        optimizer.close()
-
-    world(body)
+def test_every_step_is_that_of_one_process_also_the_first(comm: AbstractCommunicator, make: Any, bucket_bytes: int) -> None:
+    counts = (4,) * comm.size
+    model, plain = network(comm.rank), network(0)
+    optimizer = MultiNodeOptimizer(make(model.parameters()), comm, model=model, bucket_bytes=bucket_bytes)
+    single = make(plain.parameters())
+    assert_same(model, plain, tolerance=0)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in (optimizer, single)]
+    for step in range(4):
+        x, y = batch(counts, step=step)
+        optimizer.zero_grad(set_to_none=step != 2)
+        single.zero_grad()
+        mse(model(x[4 * comm.rank : 4 * comm.rank + 4]), y[4 * comm.rank : 4 * comm.rank + 4]).backward()
+        mse(plain(x), y).backward()
+        optimizer.step()
+        single.step()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+        for schedule in schedules:
+            schedule.step()
+        assert_same(model, plain)
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr() == [single.defaults["lr"] / 4]
+    optimizer.close()
 
 
-def test_ranks_weigh_by_their_samples_and_one_may_have_none(world: World) -> None:
-    counts = (0, *COUNTS[1 : world.size]) if world.size > 1 else (3,)
-
-    def body(comm: AbstractCommunicator) -> None:
-        model, plain = network(0), network(0)
-        optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm, weighted=True)
-        single = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for step in range(2):
-            x, y = batch(counts, step=step)
-            mine = [torch.split(each, list(counts))[comm.rank] for each in (x, y)]
-            mse(model(mine[0]), mine[1]).backward()  # of no samples: NaN
-            mse(plain(x), y).backward()
-            optimizer.step(num_samples=counts[comm.rank])
-            single.step()
-            assert_same(model, plain)
-            optimizer.zero_grad()
-            single.zero_grad()
-        with pytest.raises(InputError, match="weighted=True, but num_samples=None"):
-            optimizer.step()
-        optimizer.close()
-
-    world(body)
-
-
-def test_an_optimizer_that_evaluates_the_loss_itself_decides_alike_on_all_ranks(world: World) -> None:
-    counts = COUNTS[: world.size]
-
-    def body(comm: AbstractCommunicator) -> None:
-        model, plain = network(0), network(0)
-        optimizer = MultiNodeOptimizer(
-            torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe"), comm, weighted=True
-        )
-        single = torch.optim.LBFGS(plain.parameters(), max_iter=5, line_search_fn="strong_wolfe")
-        x, y = batch(counts, step=0)
+def test_ranks_weigh_by_their_samples_and_one_may_have_none(comm: AbstractCommunicator) -> None:
+    counts = (0, *COUNTS[1 : comm.size]) if comm.size > 1 else (3,)
+    model, plain = network(0), network(0)
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm, weighted=True)
+    single = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = batch(counts, step=step)
         mine = [torch.split(each, list(counts))[comm.rank] for each in (x, y)]
+        mse(model(mine[0]), mine[1]).backward()  # of no samples: NaN
+        mse(plain(x), y).backward()
+        optimizer.step(num_samples=counts[comm.rank])
+        single.step()
+        assert_same(model, plain)
+        optimizer.zero_grad()
+        single.zero_grad()
+    with pytest.raises(InputError, match="weighted=True, but num_samples=None"):
+        optimizer.step()
+    optimizer.close()
 
-        def closure(net: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-            net.zero_grad()
-            loss = mse(net(inputs), targets)
-            loss.backward()
-            return loss
 
-        for _ in range(2):
-            ours = optimizer.step(lambda: closure(model, *mine), num_samples=counts[comm.rank])
-            theirs: Any = single.step(lambda: closure(plain, x, y))  # type: ignore[no-untyped-call]
-            assert ours == pytest.approx(float(theirs), rel=1e-9)
-        assert_same(model, plain, tolerance=1e-7)
-        optimizer.close()
+def test_an_optimizer_that_evaluates_the_loss_itself_decides_alike_on_all_ranks(comm: AbstractCommunicator) -> None:
+    counts = COUNTS[: comm.size]
+    model, plain = network(0), network(0)
+    optimizer = MultiNodeOptimizer(
+        torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe"), comm, weighted=True
+    )
+    single = torch.optim.LBFGS(plain.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+    x, y = batch(counts, step=0)
+    mine = [torch.split(each, list(counts))[comm.rank] for each in (x, y)]
 
-    world(body)
+    def closure(net: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        net.zero_grad()
+        loss = mse(net(inputs), targets)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        ours = optimizer.step(lambda: closure(model, *mine), num_samples=counts[comm.rank])
+        theirs: Any = single.step(lambda: closure(plain, x, y))  # type: ignore[no-untyped-call]
+        assert ours == pytest.approx(float(theirs), rel=1e-9)
+    assert_same(model, plain, tolerance=1e-7)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
-def test_a_layer_added_later_is_that_of_rank_0_and_in_the_next_step(world: World, double_buffering: bool) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model, plain = network(0), network(0)
-        optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm, double_buffering=double_buffering)
-        single = torch.optim.SGD(plain.parameters(), lr=0.1)
-        pending = None
-        for step in range(4):
-            if step == 2:
-                model.append(filled(nn.Linear(3, 3, dtype=torch.float64), comm.rank))
-                plain.append(filled(nn.Linear(3, 3, dtype=torch.float64), 0))
-                optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.02})
-                single.add_param_group({"params": plain[4].parameters(), "lr": 0.02})
-                assert_same(model, plain)
-            x, y = batch((2,) * comm.size, step=step)
-            optimizer.zero_grad()
-            single.zero_grad()
-            mse(model(x[comm.rank :: comm.size]), y[comm.rank :: comm.size]).backward()
-            mse(plain(x), y).backward()
-            optimizer.step()
-            now = [None if each.grad is None else each.grad.clone() for each in plain.parameters()]
-            if double_buffering:
-                earlier = [*(pending or []), *[None] * (len(now) - len(pending or []))]
-                pending = now
-                for each, grad in zip(plain.parameters(), earlier, strict=True):
-                    each.grad = grad
-            single.step()
+def test_a_layer_added_later_is_that_of_rank_0_and_in_the_next_step(comm: AbstractCommunicator, double_buffering: bool) -> None:
+    model, plain = network(0), network(0)
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm, double_buffering=double_buffering)
+    single = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pending = None
+    for step in range(4):
+        if step == 2:
+            model.append(filled(nn.Linear(3, 3, dtype=torch.float64), comm.rank))
+            plain.append(filled(nn.Linear(3, 3, dtype=torch.float64), 0))
+            optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.02})
+            single.add_param_group({"params": plain[4].parameters(), "lr": 0.02})
             assert_same(model, plain)
+        x, y = batch((2,) * comm.size, step=step)
+        optimizer.zero_grad()
+        single.zero_grad()
+        mse(model(x[comm.rank :: comm.size]), y[comm.rank :: comm.size]).backward()
+        mse(plain(x), y).backward()
+        optimizer.step()
+        now = [None if each.grad is None else each.grad.clone() for each in plain.parameters()]
         if double_buffering:
-            optimizer.flush()
-            for each, grad in zip(plain.parameters(), pending or [], strict=True):
+            earlier = [*(pending or []), *[None] * (len(now) - len(pending or []))]
+            pending = now
+            for each, grad in zip(plain.parameters(), earlier, strict=True):
                 each.grad = grad
-            single.step()
-            assert_same(model, plain)
-        optimizer.close()
-
-    world(body)
-
-
-def test_double_buffering_applies_the_gradients_of_the_step_before(world: World) -> None:
-    """As in ChainerMN's checklist: nothing is applied by the first step, and the second applies the first's mean."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        weight = nn.Parameter(torch.zeros(3))
-        optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, double_buffering=True)
-        mean = (comm.size - 1) / 2
-        seen = []
-        for step in range(3):
-            weight.grad = torch.full((3,), comm.rank + 10.0 * step)
-            optimizer.step()
-            seen.append(weight[0].item())
-        assert seen == [0.0, -mean, -mean - (mean + 10)]
-        with pytest.raises(InputError, match="a closure computes gradients for this step"):
-            optimizer.step(lambda: 0.0)
+        single.step()
+        assert_same(model, plain)
+    if double_buffering:
         optimizer.flush()
-        assert weight[0].item() == seen[-1] - (mean + 20)
-        optimizer.close()
+        for each, grad in zip(plain.parameters(), pending or [], strict=True):
+            each.grad = grad
+        single.step()
+        assert_same(model, plain)
+    optimizer.close()
 
-    world(body)
+
+def test_double_buffering_applies_the_gradients_of_the_step_before(comm: AbstractCommunicator) -> None:
+    """As in ChainerMN's checklist: nothing is applied by the first step, and the second applies the first's mean."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, double_buffering=True)
+    mean = (comm.size - 1) / 2
+    seen = []
+    for step in range(3):
+        weight.grad = torch.full((3,), comm.rank + 10.0 * step)
+        optimizer.step()
+        seen.append(weight[0].item())
+    assert seen == [0.0, -mean, -mean - (mean + 10)]
+    with pytest.raises(InputError, match="a closure computes gradients for this step"):
+        optimizer.step(lambda: 0.0)
+    optimizer.flush()
+    assert weight[0].item() == seen[-1] - (mean + 20)
+    optimizer.close()
 
 
-def test_gradients_that_only_some_ranks_have_and_that_nobody_has(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        some, nobody = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-        optimizer = MultiNodeOptimizer(torch.optim.SGD([some, nobody], lr=1.0, weight_decay=0.5), comm)
-        for _ in range(2):
-            optimizer.zero_grad()
-            if comm.rank % 2:
-                some.grad = torch.full((2,), comm.rank, dtype=torch.float64)
-            optimizer.step()
-        expected = sum(rank for rank in range(comm.size) if rank % 2) / comm.size
-        if comm.size > 1:
-            assert some.grad is not None
-            assert some.grad.tolist() == pytest.approx([expected] * 2, rel=1e-15)
-        assert nobody.grad is None
-        assert nobody.tolist() == [1.0, 1.0]
-        optimizer.close()
-
-    world(body)
+def test_gradients_that_only_some_ranks_have_and_that_nobody_has(comm: AbstractCommunicator) -> None:
+    some, nobody = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    optimizer = MultiNodeOptimizer(torch.optim.SGD([some, nobody], lr=1.0, weight_decay=0.5), comm)
+    for _ in range(2):
+        optimizer.zero_grad()
+        if comm.rank % 2:
+            some.grad = torch.full((2,), comm.rank, dtype=torch.float64)
+        optimizer.step()
+    expected = sum(rank for rank in range(comm.size) if rank % 2) / comm.size
+    if comm.size > 1:
+        assert some.grad is not None
+        assert some.grad.tolist() == pytest.approx([expected] * 2, rel=1e-15)
+    assert nobody.grad is None
+    assert nobody.tolist() == [1.0, 1.0]
+    optimizer.close()
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_gradients_that_travel_narrower(world: World, wire: torch.dtype, tolerance: float) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        weight = nn.Parameter(torch.zeros(50))
-        optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, wire=wire)
-        weight.grad = torch.linspace(-1, 1, 50) + comm.rank
-        optimizer.step()
-        assert weight.grad.dtype == torch.float32
-        torch.testing.assert_close(
-            -weight.detach(), torch.linspace(-1, 1, 50) + (comm.size - 1) / 2, rtol=tolerance, atol=tolerance
-        )
-        optimizer.close()
-
-    world(body)
+def test_gradients_that_travel_narrower(comm: AbstractCommunicator, wire: torch.dtype, tolerance: float) -> None:
+    weight = nn.Parameter(torch.zeros(50))
+    optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, wire=wire)
+    weight.grad = torch.linspace(-1, 1, 50) + comm.rank
+    optimizer.step()
+    assert weight.grad.dtype == torch.float32
+    torch.testing.assert_close(
+        -weight.detach(), torch.linspace(-1, 1, 50) + (comm.size - 1) / 2, rtol=tolerance, atol=tolerance
+    )
+    optimizer.close()
 
 
 @MAKERS
-def test_its_state_is_that_of_the_plain_optimizer(world: World, make: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model, other = network(0), network(0)
-        optimizer = MultiNodeOptimizer(make(model.parameters()), comm)
-        mse(model(torch.ones(2, 4, dtype=torch.float64)), torch.zeros(2, 3, dtype=torch.float64)).backward()
-        optimizer.step()
-        plain = make(other.parameters())
-        plain.load_state_dict(optimizer.state_dict())
-        assert plain.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys() != set()
-        optimizer.param_groups[0]["lr"] = 0.0
-        optimizer.load_state_dict(plain.state_dict())
-        assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == plain.defaults["lr"]
-        assert optimizer.state is optimizer.optimizer.state
-        assert repr(optimizer).startswith("MultiNodeOptimizer(" + type(plain).__name__)
-        called = []
-        optimizer.register_step_pre_hook(lambda *_: called.append(1))
-        optimizer.step()
-        assert called == [1]
-        optimizer.close()
-
-    world(body)
+def test_its_state_is_that_of_the_plain_optimizer(comm: AbstractCommunicator, make: Any) -> None:
+    model, other = network(0), network(0)
+    optimizer = MultiNodeOptimizer(make(model.parameters()), comm)
+    mse(model(torch.ones(2, 4, dtype=torch.float64)), torch.zeros(2, 3, dtype=torch.float64)).backward()
+    optimizer.step()
+    plain = make(other.parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys() != set()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == plain.defaults["lr"]
+    assert optimizer.state is optimizer.optimizer.state
+    assert repr(optimizer).startswith("MultiNodeOptimizer(" + type(plain).__name__)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    optimizer.step()
+    assert called == [1]
+    optimizer.close()
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_can_not_be_is_told_on_all_ranks(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = nn.Sequential(nn.Linear(2, 2 + comm.rank))
-        with pytest.raises(InputError, match=r"rank 0 has 0.weight \(2, 2\) float32, rank 1 has 0.weight \(3, 2\) float32"):
-            MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model)
-        lazy = nn.LazyLinear(3)
-        with pytest.raises(InputError, match="weight belongs to a lazy layer and has no shape yet; run one forward pass"):
-            MultiNodeOptimizer(torch.optim.SGD(lazy.parameters(), lr=1.0), comm, model=lazy)
-        with pytest.raises(InputError, match="average_gradients: weight belongs to a lazy layer and has no shape yet; run one"):
-            average_gradients(lazy, comm)
-        with pytest.raises(InputError, match=r"wire=torch\.int32 is not a floating dtype; choose torch\.bfloat16"):
-            MultiNodeOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), comm, wire=torch.int32)
-        weight = nn.Parameter(torch.zeros(2))
-        optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm)
-        weight.grad = torch.ones(2).to_sparse()
-        with pytest.raises(InputError, match=r"the gradient of parameter 0 is torch\.sparse_coo"):
-            optimizer.step()
-        weight.grad = None
-        with pytest.raises(InputError, match="weighted=False, but num_samples=3"):
-            optimizer.step(num_samples=3)
-
-    world(body)
+def test_what_can_not_be_is_told_on_all_ranks(comm: AbstractCommunicator) -> None:
+    model = nn.Sequential(nn.Linear(2, 2 + comm.rank))
+    with pytest.raises(InputError, match=r"rank 0 has 0.weight \(2, 2\) float32, rank 1 has 0.weight \(3, 2\) float32"):
+        MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model)
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(InputError, match="weight belongs to a lazy layer and has no shape yet; run one forward pass"):
+        MultiNodeOptimizer(torch.optim.SGD(lazy.parameters(), lr=1.0), comm, model=lazy)
+    with pytest.raises(InputError, match="average_gradients: weight belongs to a lazy layer and has no shape yet; run one"):
+        average_gradients(lazy, comm)
+    with pytest.raises(InputError, match=r"wire=torch\.int32 is not a floating dtype; choose torch\.bfloat16"):
+        MultiNodeOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), comm, wire=torch.int32)
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm)
+    weight.grad = torch.ones(2).to_sparse()
+    with pytest.raises(InputError, match=r"the gradient of parameter 0 is torch\.sparse_coo"):
+        optimizer.step()
+    weight.grad = None
+    with pytest.raises(InputError, match="weighted=False, but num_samples=3"):
+        optimizer.step(num_samples=3)
 
 
 @pytest.mark.ranks(2, 3)
-def test_shares_that_batch_normalization_does_not_know_are_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = create_mnbn_model(network(0), comm)
-        optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model, weighted=True)
-        optimizer.step(num_samples=4)
-        with pytest.raises(InputError, match=r"a MultiNodeBatchNorm has weighed .* Use tatami\.DataParallel"):
-            optimizer.step(num_samples=4 + comm.rank)
-        optimizer.close()
-
-    world(body)
+def test_shares_that_batch_normalization_does_not_know_are_refused(comm: AbstractCommunicator) -> None:
+    model = create_mnbn_model(network(0), comm)
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model, weighted=True)
+    optimizer.step(num_samples=4)
+    with pytest.raises(InputError, match=r"a MultiNodeBatchNorm has weighed .* Use tatami\.DataParallel"):
+        optimizer.step(num_samples=4 + comm.rank)
+    optimizer.close()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
-def test_a_rank_that_does_not_step_is_named(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        weight = nn.Parameter(torch.zeros(2))
-        optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm)
-        weight.grad = torch.ones(2)
-        if comm.rank == 0:
-            optimizer._comm.timeout_s = 0.2
-            with pytest.raises(CommTimeoutError, match="rank 1"):
-                optimizer.step()
-        comm.barrier()
-
-    world(body)
-
-
-def test_debug_mode_names_the_rank_whose_gradient_is_not_finite(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TATAMI_DEBUG", "1")
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = nn.Linear(2, 2)
-        optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model)
-        before = model.weight.tolist()
-        model.bias.grad = torch.tensor([0.0, float("nan") if comm.rank == comm.size - 1 else 1.0])
-        with pytest.raises(
-            NotFiniteError, match=f"the gradient of bias on rank {comm.size - 1} of {comm.size} is not finite in step 1"
-        ):
+def test_a_rank_that_does_not_step_is_named(comm: AbstractCommunicator) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm)
+    weight.grad = torch.ones(2)
+    if comm.rank == 0:
+        optimizer._comm.timeout_s = 0.2
+        with pytest.raises(CommTimeoutError, match="rank 1"):
             optimizer.step()
-        assert model.weight.tolist() == before
-        optimizer.close()
+    comm.barrier()
 
-    world(body)
+
+def test_debug_mode_names_the_rank_whose_gradient_is_not_finite(
+    comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TATAMI_DEBUG", "1")
+    model = nn.Linear(2, 2)
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model)
+    before = model.weight.tolist()
+    model.bias.grad = torch.tensor([0.0, float("nan") if comm.rank == comm.size - 1 else 1.0])
+    with pytest.raises(
+        NotFiniteError, match=f"the gradient of bias on rank {comm.size - 1} of {comm.size} is not finite in step 1"
+    ):
+        optimizer.step()
+    assert model.weight.tolist() == before
+    optimizer.close()
 
 
 # -- without an optimizer ----------------------------------------------------------------------------------------------------
 
 
-def test_the_weights_and_buffers_of_the_root_become_everyones(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model, root = network(comm.rank), comm.size - 1
-        model[1].num_batches_tracked.fill_(comm.rank)
-        broadcast_model(model, comm, root=root)
-        expected = network(root)
-        expected[1].num_batches_tracked.fill_(root)
-        assert_same(model, expected, tolerance=0)
-
-    world(body)
+def test_the_weights_and_buffers_of_the_root_become_everyones(comm: AbstractCommunicator) -> None:
+    model, root = network(comm.rank), comm.size - 1
+    model[1].num_batches_tracked.fill_(comm.rank)
+    broadcast_model(model, comm, root=root)
+    expected = network(root)
+    expected[1].num_batches_tracked.fill_(root)
+    assert_same(model, expected, tolerance=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_gradients_become_their_mean_twice(world: World, dtype: torch.dtype) -> None:
+def test_gradients_become_their_mean_twice(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
     """The reference's rows for multi_node_mean_grad: rank-valued, None on odd ranks, None on all; in a model of two dtypes."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2).to(dtype), nn.Linear(2, 1))
-        for _ in range(2):
-            model.zero_grad()
-            for number, parameter in enumerate(model[:2].parameters()):
-                parameter.grad = torch.full_like(parameter, comm.rank + number)
-            if comm.rank % 2:
-                model[0].bias.grad = None
-            average_gradients(model, comm)
-            ranks = range(comm.size)
-            for number, parameter in enumerate(model[:2].parameters()):
-                counted = [rank + number for rank in ranks if number != 1 or rank % 2 == 0]
-                assert parameter.grad is not None
-                assert parameter.grad.dtype == parameter.dtype
-                torch.testing.assert_close(parameter.grad, torch.full_like(parameter, sum(counted) / comm.size))
-            assert [each.grad for each in model[2].parameters()] == [None, None]
-
-    world(body)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2).to(dtype), nn.Linear(2, 1))
+    for _ in range(2):
+        model.zero_grad()
+        for number, parameter in enumerate(model[:2].parameters()):
+            parameter.grad = torch.full_like(parameter, comm.rank + number)
+        if comm.rank % 2:
+            model[0].bias.grad = None
+        average_gradients(model, comm)
+        ranks = range(comm.size)
+        for number, parameter in enumerate(model[:2].parameters()):
+            counted = [rank + number for rank in ranks if number != 1 or rank % 2 == 0]
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == parameter.dtype
+            torch.testing.assert_close(parameter.grad, torch.full_like(parameter, sum(counted) / comm.size))
+        assert [each.grad for each in model[2].parameters()] == [None, None]
 
 
-def test_running_statistics_become_their_mean_and_counters_stay(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        norm = nn.BatchNorm1d(2)
-        for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked):
-            assert buffer is not None
-            buffer.fill_(comm.rank * 3)
-        average_buffers(nn.Sequential(nn.Linear(2, 2), norm), comm)
-        mean = (comm.size - 1) / 2 * 3
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        assert norm.num_batches_tracked is not None
-        assert (norm.running_mean.tolist(), norm.running_var.tolist()) == ([mean] * 2, [mean] * 2)
-        assert int(norm.num_batches_tracked) == comm.rank * 3
-
-    world(body)
+def test_running_statistics_become_their_mean_and_counters_stay(comm: AbstractCommunicator) -> None:
+    norm = nn.BatchNorm1d(2)
+    for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked):
+        assert buffer is not None
+        buffer.fill_(comm.rank * 3)
+    average_buffers(nn.Sequential(nn.Linear(2, 2), norm), comm)
+    mean = (comm.size - 1) / 2 * 3
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    assert (norm.running_mean.tolist(), norm.running_var.tolist()) == ([mean] * 2, [mean] * 2)
+    assert int(norm.num_batches_tracked) == comm.rank * 3
 
 
 @pytest.mark.ranks(2)

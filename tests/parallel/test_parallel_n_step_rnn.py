@@ -1,7 +1,5 @@
 """Recurrent stages whose states go from rank to rank, against the same stages in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -165,25 +163,22 @@ def test_first_states_of_the_caller_and_single_sequences(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_bad_stages_are_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        here, gru = comm.rank, nn.GRU(2, 2)
-        with pytest.raises(InputError, match=r"rnn is a Linear; give an nn\.LSTM, an nn\.GRU or an nn\.RNN"):
-            create_multi_node_n_step_rnn(nn.Linear(2, 2), comm)  # type: ignore[arg-type]
-        for arguments in ({"rank_in": here}, {"rank_out": here}):
-            with pytest.raises(InputError, match=f"={here} is this rank, which would wait for itself; pass"):
-                create_multi_node_n_step_rnn(gru, comm, **arguments)
-        with pytest.raises(InputError, match="rank_out=2: there is no such rank; this communicator has ranks 0 to 1"):
-            create_multi_node_n_step_rnn(gru, comm, rank_out=2)
-        with pytest.raises(InputError, match="rank_in='1' is a str"):
-            create_multi_node_n_step_rnn(gru, comm, rank_in="1")  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="tag -1 is not between 0 and"):
-            create_multi_node_n_step_rnn(gru, comm, rank_out=1 - here, tag=-1)
-        rnn = create_multi_node_n_step_rnn(gru, comm, rank_in=1 - here)
-        with pytest.raises(InputError, match=f"state was given, but on rank {here} it comes from rank {1 - here}"):
-            rnn(torch.zeros(3, 1, 2), torch.zeros(1, 1, 2))
-
-    world(body)
+def test_bad_stages_are_refused(comm: AbstractCommunicator) -> None:
+    here, gru = comm.rank, nn.GRU(2, 2)
+    with pytest.raises(InputError, match=r"rnn is a Linear; give an nn\.LSTM, an nn\.GRU or an nn\.RNN"):
+        create_multi_node_n_step_rnn(nn.Linear(2, 2), comm)  # type: ignore[arg-type]
+    for arguments in ({"rank_in": here}, {"rank_out": here}):
+        with pytest.raises(InputError, match=f"={here} is this rank, which would wait for itself; pass"):
+            create_multi_node_n_step_rnn(gru, comm, **arguments)
+    with pytest.raises(InputError, match="rank_out=2: there is no such rank; this communicator has ranks 0 to 1"):
+        create_multi_node_n_step_rnn(gru, comm, rank_out=2)
+    with pytest.raises(InputError, match="rank_in='1' is a str"):
+        create_multi_node_n_step_rnn(gru, comm, rank_in="1")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="tag -1 is not between 0 and"):
+        create_multi_node_n_step_rnn(gru, comm, rank_out=1 - here, tag=-1)
+    rnn = create_multi_node_n_step_rnn(gru, comm, rank_in=1 - here)
+    with pytest.raises(InputError, match=f"state was given, but on rank {here} it comes from rank {1 - here}"):
+        rnn(torch.zeros(3, 1, 2), torch.zeros(1, 1, 2))
 
 
 @pytest.mark.ranks(2)
@@ -197,14 +192,11 @@ def test_bad_stages_are_refused(world: World) -> None:
         (nn.RNN(2, 3), nn.RNN(2, 3, batch_first=True), r"begins with \[\(1, 5, 3\)\]; both need the same kind, layers, "),
     ],
 )
-def test_states_that_do_not_fit_name_both_sides(world: World, first: Rnn, second: Rnn, message: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x = torch.zeros(5, 2, 2)
-        with torch.no_grad():
-            if comm.rank == 0:
-                create_multi_node_n_step_rnn(first, comm, rank_out=1)(x)
-            else:
-                with pytest.raises(CommError, match=message):
-                    create_multi_node_n_step_rnn(second, comm, rank_in=0)(x)
-
-    world(body)
+def test_states_that_do_not_fit_name_both_sides(comm: AbstractCommunicator, first: Rnn, second: Rnn, message: str) -> None:
+    x = torch.zeros(5, 2, 2)
+    with torch.no_grad():
+        if comm.rank == 0:
+            create_multi_node_n_step_rnn(first, comm, rank_out=1)(x)
+        else:
+            with pytest.raises(CommError, match=message):
+                create_multi_node_n_step_rnn(second, comm, rank_in=0)(x)

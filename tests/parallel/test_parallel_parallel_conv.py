@@ -1,7 +1,5 @@
 """Convolutions divided among ranks: the dense form is the convolution itself, the grouped form ChainerMN's."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -146,45 +144,39 @@ def test_the_forms_differ(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_copies_and_settings(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> str:
-        whole = nn.Conv2d(2, 3, 3)
-        assert whole.bias is not None
-        whole.bias.requires_grad_(False)
-        conv = ParallelConv(whole, comm)
-        twin = deepcopy(conv)
-        assert twin.comm is comm
-        assert conv.conv is not None
-        assert twin.conv is not conv.conv
-        assert conv.conv.bias is not None
-        assert not conv.conv.bias.requires_grad
-        assert whole.out_channels == 3
-        return repr(conv).splitlines()[1].strip()
-
-    assert world(body) == [f"dense, 3 channels as (2, 1) on ranks, this is rank {rank}" for rank in range(2)]
+def test_copies_and_settings(comm: AbstractCommunicator) -> None:
+    whole = nn.Conv2d(2, 3, 3)
+    assert whole.bias is not None
+    whole.bias.requires_grad_(False)
+    conv = ParallelConv(whole, comm)
+    twin = deepcopy(conv)
+    assert twin.comm is comm
+    assert conv.conv is not None
+    assert twin.conv is not conv.conv
+    assert conv.conv.bias is not None
+    assert not conv.conv.bias.requires_grad
+    assert whole.out_channels == 3
+    assert repr(conv).splitlines()[1].strip() == f"dense, 3 channels as (2, 1) on ranks, this is rank {comm.rank}"
 
 
 @pytest.mark.ranks(2)
-def test_bad_input(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        conv = nn.Conv2d(4, 4, 3)
-        with pytest.raises(InputError, match=r"channels=\[4\] has 1 entries for 2 ranks; give one for each"):
-            ParallelConv(conv, comm, channels=[4])
-        for channels in ([3, 2], [5, -1]):
-            with pytest.raises(InputError, match="must be at least 0 and add up to the 4 output channels"):
-                ParallelConv(conv, comm, channels=channels)
-        with pytest.raises(InputError, match=r"channels=\[1, 3\] cuts a group of 2 output channels"):
-            ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, channels=[1, 3])
-        with pytest.raises(InputError, match=rf"on rank {comm.rank}: input has the shape \(1, 3, 9, 9\); dimension -3 must be"):
-            ParallelConv(conv, comm)(torch.zeros(1, 3, 9, 9))
-        with pytest.raises(ModelError, match="conv has 2 groups, and grouped=True makes groups of its own"):
-            ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, grouped=True)
-        with pytest.raises(ModelError, match="1 input channels are too few for a grouped convolution on 2 ranks"):
-            ParallelConv(nn.Conv2d(1, 4, 3), comm, grouped=True)
-        with pytest.raises(InputError, match="grouped=True divides the channels as ChainerMN does; leave channels out"):
-            ParallelConv(conv, comm, grouped=True, channels=[1, 3])
-
-    world(body)
+def test_bad_input(comm: AbstractCommunicator) -> None:
+    conv = nn.Conv2d(4, 4, 3)
+    with pytest.raises(InputError, match=r"channels=\[4\] has 1 entries for 2 ranks; give one for each"):
+        ParallelConv(conv, comm, channels=[4])
+    for channels in ([3, 2], [5, -1]):
+        with pytest.raises(InputError, match="must be at least 0 and add up to the 4 output channels"):
+            ParallelConv(conv, comm, channels=channels)
+    with pytest.raises(InputError, match=r"channels=\[1, 3\] cuts a group of 2 output channels"):
+        ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, channels=[1, 3])
+    with pytest.raises(InputError, match=rf"on rank {comm.rank}: input has the shape \(1, 3, 9, 9\); dimension -3 must be"):
+        ParallelConv(conv, comm)(torch.zeros(1, 3, 9, 9))
+    with pytest.raises(ModelError, match="conv has 2 groups, and grouped=True makes groups of its own"):
+        ParallelConv(nn.Conv2d(4, 4, 3, groups=2), comm, grouped=True)
+    with pytest.raises(ModelError, match="1 input channels are too few for a grouped convolution on 2 ranks"):
+        ParallelConv(nn.Conv2d(1, 4, 3), comm, grouped=True)
+    with pytest.raises(InputError, match="grouped=True divides the channels as ChainerMN does; leave channels out"):
+        ParallelConv(conv, comm, grouped=True, channels=[1, 3])
 
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ConvTranspose2d(2, 2, 3), nn.LazyConv2d(2, 3)])

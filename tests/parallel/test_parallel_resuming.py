@@ -1,7 +1,5 @@
 """A training loop that is interrupted and resumed sees each sample once, also where workers draw ahead of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -137,19 +135,16 @@ def test_a_sampler_that_workers_draw_from_does_not_guess(world: World) -> None:
         list(ahead)
 
 
-def test_a_resumable_loader_needs_to_know_what_a_batch_is(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        sampler = SynchronizedSampler(range(6), comm)
-        with pytest.raises(InputError, match="draws by a SequentialSampler"):
-            ResumableLoader(DataLoader(Indices(6)))
-        odd: Any = DataLoader(Indices(6), batch_sampler=_Odd(sampler))
-        with pytest.raises(InputError, match="_Odd has no batch_size"):
-            ResumableLoader(odd)
-        loader = ResumableLoader(loader_of(sampler, num_workers=0, batch_size=None))
-        assert len(loader) == 6
-        assert sorted(loader) == list(range(6))
-
-    world(body)
+def test_a_resumable_loader_needs_to_know_what_a_batch_is(comm: AbstractCommunicator) -> None:
+    sampler = SynchronizedSampler(range(6), comm)
+    with pytest.raises(InputError, match="draws by a SequentialSampler"):
+        ResumableLoader(DataLoader(Indices(6)))
+    odd: Any = DataLoader(Indices(6), batch_sampler=_Odd(sampler))
+    with pytest.raises(InputError, match="_Odd has no batch_size"):
+        ResumableLoader(odd)
+    loader = ResumableLoader(loader_of(sampler, num_workers=0, batch_size=None))
+    assert len(loader) == 6
+    assert sorted(loader) == list(range(6))
 
 
 class _Odd:

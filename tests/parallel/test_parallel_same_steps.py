@@ -1,8 +1,8 @@
 """Ranks whose optimizers step otherwise than those of others are told so, by name: by data parallelism, and of tiled models."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
+from tatami import functions
+from tatami.comm import AbstractCommunicator
 from tatami.comm.agreement import EVERY, is_due
-from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError
-from tatami.parallel import DataParallel, MultiNodeOptimizer
+from tatami.errors import InputError, NotFiniteError
+from tatami.parallel import DataParallel, MultiNodeOptimizer, average_gradients
 from tatami.same_steps import StepNumbers, refuse_other_steps
 from tatami.testing.worlds import World
 from tiled_rig import simple_layout, tiled
@@ -25,12 +26,7 @@ SAMPLES = 12
 mse: Any = F.mse_loss  # as torch has no type for `backward`
 Step = Callable[[], float]
 """One step of training on this rank; returns the loss of this rank's samples."""
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+network = partial(mlp, 4, 8, 3)
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,35 +94,29 @@ def test_a_learning_rate_by_the_loss_of_a_rank_is_found(world: World, way: Any) 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_a_rank_leaves_out_is_found(world: World, way: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        step, optimizer = way(comm)
-        name = "step" if not isinstance(optimizer, MultiNodeOptimizer) else "optimizer.step"
-        owner = optimizer if name == "step" else optimizer.optimizer
-        for number in range(3):
-            if comm.rank == 1 and number == 1:
-                owner.step, original = (lambda: None), owner.step
-                step()
-                owner.step = original
-            else:
-                step()
-        with pytest.raises(InputError, match="SGD has made 2 steps on rank 1, SGD 3 on rank 0"):
+def test_a_step_that_a_rank_leaves_out_is_found(comm: AbstractCommunicator, way: Any) -> None:
+    step, optimizer = way(comm)
+    name = "step" if not isinstance(optimizer, MultiNodeOptimizer) else "optimizer.step"
+    owner = optimizer if name == "step" else optimizer.optimizer
+    for number in range(3):
+        if comm.rank == 1 and number == 1:
+            owner.step, original = (lambda: None), owner.step
             step()
-
-    world(body)
+            owner.step = original
+        else:
+            step()
+    with pytest.raises(InputError, match="SGD has made 2 steps on rank 1, SGD 3 on rank 0"):
+        step()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_step_alike_go_on(world: World, way: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        step, optimizer = way(comm)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-        for _ in range(9):
-            step()
-            schedule.step()
-
-    world(body)
+def test_ranks_that_step_alike_go_on(comm: AbstractCommunicator, way: Any) -> None:
+    step, optimizer = way(comm)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    for _ in range(9):
+        step()
+        schedule.step()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -164,3 +154,72 @@ def test_any_other_number_is_found_and_rounding_is_none(numbers: list[float], st
 
 def test_ranks_compare_in_few_passes() -> None:
     assert [number for number in range(1, 200) if is_due(number)] == [1, 2, 4, 8, 16, 32, 64, 128, 192]
+
+
+@contextmanager
+def by_variable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TATAMI_DEBUG", "1")
+        yield
+
+
+def average(model: nn.Module, comm: AbstractCommunicator, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.get_parameter("bias").grad = torch.tensor([0.0, value])
+    average_gradients(model, comm)
+
+
+def step(model: nn.Module, comm: AbstractCommunicator, value: float) -> None:
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), comm, model=model)
+    model.get_parameter("bias").grad = torch.tensor([0.0, value])
+    try:
+        optimizer.step()
+    finally:
+        optimizer.close()
+
+
+def backward(model: nn.Module, comm: AbstractCommunicator, value: float) -> None:
+    wrapped = DataParallel(model, comm)
+    try:
+        (wrapped(torch.ones(1, 2)) * torch.tensor([1.0, value])).sum().backward()
+    finally:
+        wrapped.close()
+
+
+HOW = [functions.debug, by_variable]
+REDUCTIONS = [average, step, backward]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("debugging", HOW)
+@pytest.mark.parametrize("way", REDUCTIONS)
+def test_the_rank_and_the_parameter_are_named(
+    world: World, way: Callable[..., None], debugging: Callable[[], Iterator[None]], value: float
+) -> None:
+    def body(comm: AbstractCommunicator) -> str:
+        last = comm.rank == comm.size - 1
+        with pytest.raises(NotFiniteError) as told:
+            way(nn.Linear(2, 2), comm, value if last else 1.0)
+        assert told.value.rank == comm.size - 1
+        return str(told.value)
+
+    with debugging():  # type: ignore[attr-defined]
+        for text in world(body):
+            # Backward comes to both parameters of the layer, in an order of its own.
+            names = ("bias", "weight") if way is backward else ("bias",)
+            assert any(
+                f"the gradient of {name} on rank {world.size - 1} of {world.size} is not finite" in text for name in names
+            )
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("way", REDUCTIONS)
+def test_finite_gradients_pass_and_nothing_is_looked_at_otherwise(world: World, way: Callable[..., None]) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        way(nn.Linear(2, 2), comm, 1.0)
+
+    with functions.debug():
+        world(body)
+    with functions.debug(False), by_variable():
+        world(lambda comm: way(nn.Linear(2, 2), comm, float("nan")))

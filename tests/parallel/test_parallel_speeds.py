@@ -1,8 +1,7 @@
 """Weighted data parallelism: batches in proportion to speed, and gradients that stay those of the global batch."""
 
-from __future__ import annotations
-
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,22 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.cluster import Cluster
-from tatami.comm import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import ClusterError, InputError
 from tatami.parallel import DataParallel, SynchronizedSampler
 from tatami.parallel.speed_shares import SpeedShares
-from tatami.testing.worlds import World
 
 SPEEDS = [1.0, 0.5, 0.25, 1.0]
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+network = partial(mlp, 5, 9, 2, seed=3)
 
 
 def data(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,56 +26,48 @@ def data(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(samples, n, generator=generator, dtype=torch.float64) for n in (5, 2))  # type: ignore[return-value]
 
 
-def test_the_mean_over_the_global_batch_is_exact(world: World) -> None:
+def test_the_mean_over_the_global_batch_is_exact(comm: AbstractCommunicator) -> None:
     x, y = data(22)
     plain = network()
     nn.functional.mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
     expected = [parameter.grad for parameter in plain.parameters()]
-
-    def body(comm: AbstractCommunicator) -> None:
-        speeds = SPEEDS[: comm.size]
-        model = DataParallel(network(), comm, speeds=Cluster.from_speeds(speeds))
-        x_here, y_here = model.local(x, y)
-        counts = comm.allgather_object(len(x_here))
-        assert sum(counts) == 22
-        assert max(abs(count - 22 * speed / sum(speeds)) for count, speed in zip(counts, speeds, strict=True)) < 1
-        nn.functional.mse_loss(model(x_here), y_here).backward()  # type: ignore[no-untyped-call]
-        for parameter, grad in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, grad, rtol=1e-12, atol=1e-14)
-        model.close()
-
-    world(body)
+    speeds = SPEEDS[: comm.size]
+    model = DataParallel(network(), comm, speeds=Cluster.from_speeds(speeds))
+    x_here, y_here = model.local(x, y)
+    counts = comm.allgather_object(len(x_here))
+    assert sum(counts) == 22
+    assert max(abs(count - 22 * speed / sum(speeds)) for count, speed in zip(counts, speeds, strict=True)) < 1
+    nn.functional.mse_loss(model(x_here), y_here).backward()  # type: ignore[no-untyped-call]
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-12, atol=1e-14)
+    model.close()
 
 
-def test_a_loader_with_weighted_batches_trains_like_one_machine(world: World) -> None:
+def test_a_loader_with_weighted_batches_trains_like_one_machine(comm: AbstractCommunicator) -> None:
     """Two epochs of 53 samples in batches of 16: the last one of 5 is shared out, too."""
     x, y = data(53)
-
-    def body(comm: AbstractCommunicator) -> None:
-        speeds = SPEEDS[: comm.size]
-        dataset = TensorDataset(x, y, torch.arange(53))
-        sampler = SynchronizedSampler(dataset, comm, share="exact", seed=1, speeds=speeds, global_batch=16)
-        loader = DataLoader(dataset, batch_size=sampler.batch_size, sampler=sampler)
-        model = DataParallel(network(), comm)
-        plain = copy.deepcopy(model.module)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-        for _ in range(2):
-            seen: list[int] = []
-            assert len(sampler) == sum(len(each) for each in loader.batch_sampler or ())
-            for x_here, y_here, numbers in loader:
-                all_numbers = [number for each in comm.allgather_object(numbers.tolist()) for number in each]
-                seen += all_numbers
-                for each, inputs, targets in ((model, x_here, y_here), (plain, x[all_numbers], y[all_numbers])):
-                    each.zero_grad()
-                    nn.functional.mse_loss(each(inputs), targets).backward()  # type: ignore[no-untyped-call]
-                for optimizer in optimizers:
-                    optimizer.step()
-            assert sorted(seen) == list(range(53))
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-        model.close()
-
-    world(body)
+    speeds = SPEEDS[: comm.size]
+    dataset = TensorDataset(x, y, torch.arange(53))
+    sampler = SynchronizedSampler(dataset, comm, share="exact", seed=1, speeds=speeds, global_batch=16)
+    loader = DataLoader(dataset, batch_size=sampler.batch_size, sampler=sampler)
+    model = DataParallel(network(), comm)
+    plain = copy.deepcopy(model.module)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(2):
+        seen: list[int] = []
+        assert len(sampler) == sum(len(each) for each in loader.batch_sampler or ())
+        for x_here, y_here, numbers in loader:
+            all_numbers = [number for each in comm.allgather_object(numbers.tolist()) for number in each]
+            seen += all_numbers
+            for each, inputs, targets in ((model, x_here, y_here), (plain, x[all_numbers], y[all_numbers])):
+                each.zero_grad()
+                nn.functional.mse_loss(each(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            for optimizer in optimizers:
+                optimizer.step()
+        assert sorted(seen) == list(range(53))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    model.close()
 
 
 @given(

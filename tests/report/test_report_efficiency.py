@@ -1,7 +1,5 @@
 """Efficiency: by hand, its rounds in turn, and no figure above what can be."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

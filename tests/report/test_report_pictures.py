@@ -1,16 +1,26 @@
 """Pictures: what is drawn where, in which words; never pixels."""
 
-from __future__ import annotations
-
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
 from tatami.cluster import Cluster, Processor
+from tatami.elastic import ElasticReport, MemberChange
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, PlanError
-from tatami.report import CoursePoint, blank, check_path, draw_course, draw_tiling, save
+from tatami.report import (
+    CoursePoint,
+    blank,
+    check_path,
+    draw_course,
+    draw_members,
+    draw_tiling,
+    draw_watched,
+    save,
+)
 from tatami.report.fitting import Box, fit_lettering
+from tatami.retiling import Alarm, DecisionKind, Glance
 from tatami.tiling import Tiling, plan
 from tatami.workload import Workload
 
@@ -179,3 +189,70 @@ def test_without_matplotlib_the_pip_command_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[plot\]'"):
         blank()
+
+
+def test_who_became_slower_is_named_and_each_price_has_its_line() -> None:
+    figure, ax = blank()
+    ax.remove()
+    above, below = figure.subplots(2, sharex=True)
+    whole, shift = DecisionKind.WHOLE, DecisionKind.SAMPLES
+    glances = (
+        Glance(iteration=8, speeds=(2.0, math.nan), loss_s={}, price_s={}),
+        Glance(iteration=20, speeds=(1.0, 4.0), loss_s={whole: 0.5, shift: 0.1}, price_s={whole: 2.0, shift: 0.0}),
+        Glance(iteration=21, speeds=(1.0, 4.0), loss_s={whole: 1.0}, price_s={whole: 2.0}),
+    )
+    alarm = Alarm(processor="p0", iteration=20, began=18, before_s=0.5, after_s=1.0, error=0.02)
+    draw_watched(above, below, names=["p0", "p1"], glances=glances, alarms=[alarm], decisions=[], iterations=30)
+    named = [text.get_text() for text in above.get_legend().get_texts()]
+    assert named == ["p0", "alarm: slower", "alarm: faster"]
+    (fast,) = [line for line in above.get_lines() if line.get_label() == "p0"]
+    assert list(fast.get_ydata()) == [1.0, 0.5, 0.5, 0.5]
+    shares = [list(line.get_ydata()) for line in below.get_lines()]
+    # What moves no weights is free, and has no line.
+    assert [each[1:] for each in shares if len(each) == 3] == [[0.25, 0.5]]
+    assert below.get_xlabel() == "iteration"
+
+
+def test_a_run_in_which_nothing_was_seen_is_drawn_empty() -> None:
+    figure, ax = blank()
+    ax.remove()
+    above, below = figure.subplots(2, sharex=True)
+    draw_watched(above, below, names=["p0"], glances=[], alarms=[], decisions=[], iterations=5)
+    assert above.get_legend() is None
+
+
+def changed(members: tuple[str, ...], *, at_s: float, steps_lost: int = 0) -> MemberChange:
+    """One that halts all for 0.25 s, lays out the work in 0.25 s, and does half a second's work again."""
+    return MemberChange(
+        at_s=at_s,
+        reason="p1 died",
+        step=3,
+        settled="returned" if steps_lost else "redone",
+        steps_lost=steps_lost,
+        members=members,
+        halted_s=0.25,
+        laid_s=0.25,
+        lost_s=1.0,
+        moved_units=4,
+    )
+
+
+def test_each_rank_has_a_bar_from_its_joining_to_its_end_and_what_was_lost_is_a_stripe() -> None:
+    changes = (changed(("p0",), at_s=4.0), changed(("p0", "p2"), at_s=6.0, steps_lost=2))
+    report = ElasticReport(startup_s=1.0, total_s=10.0, changes=changes, first_members=("p0", "p1"))
+    _, ax = blank()
+    draw_members(ax, report)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["p0", "p1", "p2"]
+    spans = [[(path.get_extents().x0, path.get_extents().x1) for path in bar.get_paths()] for bar in ax.collections]
+    assert spans == [[(0.0, 10.0)], [(0.0, 4.0)], [(6.5, 10.0)]]
+    stripes = [(stripe.get_x(), stripe.get_x() + stripe.get_width()) for stripe in ax.patches if isinstance(stripe, Rectangle)]
+    assert stripes == [(3.5, 4.5), (5.5, 6.5)]
+    assert [text.get_text() for text in ax.texts] == ["1 s", "1 s, 2 steps"]
+    assert ax.get_title(loc="left") == "2 s of 10 s lost"
+
+
+def test_an_undisturbed_run_has_bars_alone() -> None:
+    _, ax = blank()
+    draw_members(ax, ElasticReport(startup_s=1.0, total_s=5.0, changes=(), first_members=("p0", "p1", "p2")))
+    assert len(ax.collections) == 3
+    assert not ax.patches

@@ -1,7 +1,5 @@
 """The answer of `tatami plan`: what machines do, what holds a plan back, what it is compared with, and what changes bring."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

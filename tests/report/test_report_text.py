@@ -1,7 +1,5 @@
 """Tables and drawings in characters."""
 
-from __future__ import annotations
-
 import io
 import sys
 

@@ -4,8 +4,6 @@ One iteration, as in the paper: compute 1 (forward) - comm 1 (tensor-parallel su
 compute 2 (backward) - comm 2 (gradient sums, waits for everybody) - compute 3 (modify).
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

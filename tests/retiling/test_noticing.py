@@ -1,7 +1,5 @@
 """Detection: its constants, its alarms and its calm, on drawn samples of known changes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

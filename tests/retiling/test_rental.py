@@ -1,7 +1,5 @@
 """When a re-tiling pays (the ski-rental rule), by which sizes, and over whole courses of slowdowns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The controller: thresholds, windows, who is left out, and that all ranks decide alike."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

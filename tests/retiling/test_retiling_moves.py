@@ -1,7 +1,5 @@
 """What moves between two tilings: everybody ends with exactly its units, nobody receives what it has."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

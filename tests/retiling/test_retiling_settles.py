@@ -1,7 +1,5 @@
 """DRPM settles, does not oscillate, and what the published rule does in the same runs."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A run that is watched, in the small: noticed, weighed, paid for, and left alone where nothing is to be gained."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Callable
@@ -309,10 +307,9 @@ def test_one_rank_plans_for_all_and_what_it_finds_may_travel() -> None:
         sent.append(pickle.dumps((found, 0.02)))
         return found, 0.02
 
-    def follows(leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:  # noqa: ARG001
+    def follows(leader: str, compute: Callable[[], Found]) -> Any:  # noqa: ARG001
         assert leader == leaders[-len(sent)]
-        found: tuple[Found, float] = pickle.loads(sent.pop(0))
-        return found
+        return pickle.loads(sent.pop(0))
 
     one.watcher.planned, other.watcher.planned = leads, follows
     for factor in (1.0, 0.6, 1.0):

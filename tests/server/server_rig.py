@@ -1,7 +1,5 @@
 """Servers, workers and a disk in a few sets and lists: a coordinator's actions are carried out there, late and in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Blows on a running parameter server, drawn from a seed: processes are killed and stopped, nodes are taken away."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

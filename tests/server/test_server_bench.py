@@ -1,7 +1,5 @@
 """What `benchmarks/bench_server.py` says: rounds beside copies, and beside loops; its figures must fit each other."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

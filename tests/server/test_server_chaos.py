@@ -3,8 +3,6 @@
 `make chaos` asks for 200 runs (TATAMI_CHAOS_RUNS), and `make chaos CHAOS_SEED=...` for others than the first.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -32,9 +30,8 @@ from tatami.engine.ray_engine import require_ray, run_folder
 from tatami.engine.ray_start import CONFIG, LOOPBACK, conditions, read_token, shut_down
 from tatami.records import Records
 from tatami.report.server_run import RunReport
-from tatami.server.optimizers import SGD
+from tatami.server import SGD, RunControl
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.run_control import RunControl
 from tatami.testing.faulty import Death
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "10"))

@@ -1,7 +1,5 @@
 """Checkpoints of servers that somebody has edited or damaged: each is named and passed over, none is taken for whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,11 +14,10 @@ from torch import nn
 
 from tatami.checkpoints.files import MANIFEST, describe, seal, unseal
 from tatami.errors import CheckpointError
-from tatami.server import checkpoints
+from tatami.server import checkpoints, resume
 from tatami.server.learner import signature
 from tatami.server.run_settings import RUN_FILE, RunSettings
 from tatami.server.saving import Saved
-from tatami.server.training import resume
 
 Content = dict[str, Any]
 CLOCKS = ((0, 7), (1, 7), (2, 8))

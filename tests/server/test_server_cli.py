@@ -1,7 +1,5 @@
 """`tatami server`: what it refuses, and what it tells of a run."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

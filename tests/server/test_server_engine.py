@@ -1,7 +1,5 @@
 """Ray as it is found: absent, out of reach, of another version; and what is left of a run that was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The parts of a run that need no other process: optimizers, shards, shares of a batch, checkpoints, intervals."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket
@@ -17,16 +15,14 @@ from train_rig import train_with
 from tatami.errors import CheckpointError, InputError, ModelError
 from tatami.records import Records
 from tatami.report.server_run import Failure, RunReport, with_costs
-from tatami.server import checkpoints
+from tatami.server import BSP, SSP, Backup, RunSettings, checkpoints
 from tatami.server.actions import Contribution
-from tatami.server.consistency import BSP, SSP, Backup
 from tatami.server.learner import Course, check_model
 from tatami.server.ledger import Ledger
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam, Vector
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint, daly_s
-from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.shard import ShardServer
 from tatami.server.worker_process import TaskOutcome

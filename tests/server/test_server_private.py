@@ -1,7 +1,5 @@
 """Ray as a run starts it: closed to other users, at work at once, and with nothing left of it in this process."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import platform

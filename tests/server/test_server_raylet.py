@@ -3,8 +3,6 @@
 `make chaos` asks for further blows at random moments (TATAMI_CHAOS_RAYLET_RUNS).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -30,8 +28,7 @@ from tatami.engine import ray_watch as watching
 from tatami.engine.ray_engine import engine
 from tatami.engine.ray_watch import Condition, Judge, RayProcess, RayWatch, ray_processes
 from tatami.errors import TrainingError
-from tatami.server import Pool, RunContext, RunControl, RunReport, RunSettings, resume, train
-from tatami.server.optimizers import Adam
+from tatami.server import Adam, Pool, RunContext, RunControl, RunReport, RunSettings, resume, train
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RAYLET_RUNS", "0"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))

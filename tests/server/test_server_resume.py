@@ -1,7 +1,5 @@
 """The driver itself dies, or is interrupted: what goes on from its checkpoints, and what it leaves behind."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal
@@ -16,10 +14,7 @@ import torch
 pytest.importorskip("ray")
 
 from tatami.errors import CheckpointError, InputError
-from tatami.server import RunReport, resume
-from tatami.server.optimizers import SGD, Adam
-from tatami.server.recovery import Checkpoint, Ignore
-from tatami.server.run_settings import RunSettings
+from tatami.server import SGD, Adam, Checkpoint, Ignore, RunReport, RunSettings, resume
 
 # One file for the process that dies and for the one that goes on.
 SCRIPT = """

@@ -1,7 +1,5 @@
 """Real processes that are killed and stopped on purpose: what must come out to the bit, and what must be said."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -30,14 +28,9 @@ from tatami.engine.ray_engine import engine
 from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
 from tatami.report.server_run import RunReport
-from tatami.server import checkpoints
-from tatami.server.consistency import ASP, SSP, Backup
+from tatami.server import ASP, SGD, SSP, Adam, Backup, RunContext, RunControl, RunSettings, TaskPhase, checkpoints, resume
 from tatami.server.learner import Course
-from tatami.server.optimizers import SGD, Adam
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.run_control import RunContext, RunControl
-from tatami.server.run_settings import RunSettings, TaskPhase
-from tatami.server.training import resume
 from tatami.testing.faulty import Crash, Crashes, Death
 
 ROUNDS = 5

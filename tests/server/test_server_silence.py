@@ -1,7 +1,5 @@
 """Which processes are declared hung: none whose signs of life only wait to be read, whatever takes long in between."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 TATAMI_STATE_CHAOS_RUNS asks for more; `make chaos` does.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter
@@ -12,11 +10,10 @@ from collections import Counter
 import pytest
 from server_rig import Push, World
 
+from tatami.server import ASP, BSP, SSP, Backup, Checkpoint, FromServers, Ignore
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.consistency import ASP, BSP, SSP, Backup
 from tatami.server.protocol import Protocol
-from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
 RUNS = int(os.environ.get("TATAMI_STATE_CHAOS_RUNS", "1000"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))

@@ -1,7 +1,5 @@
 """A run whose process ends without a word has a witness, who writes the report and says what there is to go on with."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

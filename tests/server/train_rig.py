@@ -1,7 +1,5 @@
 """Real runs of tests, which change a few of many settings."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,7 @@ from typing import Any
 from torch import nn
 
 from tatami.report.server_run import RunReport
-from tatami.server.run_control import RunContext
-from tatami.server.run_settings import RunSettings
-from tatami.server.training import train
+from tatami.server import RunContext, RunSettings, train
 
 _OF_CONTEXT = frozenset(each.name for each in fields(RunContext))
 

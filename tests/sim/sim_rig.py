@@ -1,7 +1,5 @@
 """What the tests of the rehearsal share: processes to simulate in, and bodies that can be sent there by name."""
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Callable
 from dataclasses import dataclass, field

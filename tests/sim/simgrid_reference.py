@@ -4,8 +4,6 @@
 own, as SimGrid has one engine a process, and its actors are threads that never end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """All-reduces replayed: closed forms on a flat platform, synchronisation counted by hand, golden times on a fat tree."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rehearsed runs that lose machines: closed forms of one death, the same numbers for a seed, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Platforms: what files and presets say, and what is wrong with them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

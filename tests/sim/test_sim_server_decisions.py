@@ -4,8 +4,6 @@ In lockstep the actions follow from what is told, not from when, with one except
 a worker dies. So the worker waits with its death until it is. Nothing is put into another order, and nothing is left out.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -22,13 +20,11 @@ pytest.importorskip("ray")
 
 from tatami.engine.crew import Pool
 from tatami.engine.ray_engine import engine
+from tatami.server import RunContext, RunSettings, TaskPhase, train
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.run_control import RunContext
-from tatami.server.run_settings import RunSettings, TaskPhase
-from tatami.server.training import train
 from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
 from tatami.sim.server import ServerSetup
 

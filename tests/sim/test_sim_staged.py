@@ -1,7 +1,5 @@
 """Pipeline stages on simulated machines: the formula that plans are priced by against passes and hand-overs one by one."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics
@@ -16,9 +14,7 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import PlanError
 from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.tiling import Change, StagedJob, rehearse_stages, simulate_iteration
-from tatami.tiling import Layout, Replica, StagedLayout, StagedPlan
-from tatami.tiling.staged import plan_stages
-from tatami.tiling.staged_price import price_stages
+from tatami.tiling import Layout, Replica, StagedLayout, StagedPlan, plan_stages, price_stages
 from tatami.workload import Workload, gpt_workload
 
 

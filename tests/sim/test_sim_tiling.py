@@ -1,7 +1,5 @@
 """Tilings replayed: closed forms, speeds that change, and the controller's decisions, which are those of a run in threads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

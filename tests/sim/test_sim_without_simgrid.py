@@ -1,7 +1,5 @@
 """What the rehearsal decides by itself, on a stage that is a clock and a list."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable
@@ -16,12 +14,10 @@ from hypothesis import strategies as st
 
 from tatami.cluster import Cluster
 from tatami.collective import ALGORITHMS, Sync, build
-from tatami.server.consistency import SSP
-from tatami.server.recovery import Checkpoint, FromServers
-from tatami.sim.allreduce import Software
+from tatami.server import SSP, Checkpoint, FromServers
+from tatami.sim.allreduce import Fragment, Software
 from tatami.sim.allreduce.replay import Meeting, part_of
 from tatami.sim.allreduce.settling import Settling
-from tatami.sim.allreduce.software import Fragment
 from tatami.sim.elastic import LossySetup, MachineEvents
 from tatami.sim.platforms import FatTree, MachineGroup, Tree, Wire
 from tatami.sim.server import Checkpoints, ServerSetup
@@ -30,8 +26,7 @@ from tatami.sim.server.result import Period
 from tatami.sim.server.simulate import rounds_of_period
 from tatami.sim.server.stage_actions import SimulatedStorage, Skipping
 from tatami.sim.stage import Going
-from tatami.sim.tiling.iteration_plan import Floor
-from tatami.sim.tiling.work import work_of
+from tatami.sim.tiling import Floor, work_of
 from tatami.tiling import plan, traffic_of
 from tatami.workload import Workload, net_workload
 

@@ -1,7 +1,5 @@
 """Networks that are cut into stages, and stages as threads."""
 
-from __future__ import annotations
-
 import copy
 import queue
 import threading
@@ -166,15 +164,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.heads = heads
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
         samples, tokens, width = x.shape
         q, k, v = (
             t.view(samples, tokens, self.heads, width // self.heads).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(mixed.transpose(1, 2).reshape(samples, tokens, width))
-        result: torch.Tensor = x + self.mlp(self.n2(x))
-        return result
+        return x + self.mlp(self.n2(x))
 
 
 class Gpt(nn.Module):
@@ -191,15 +188,14 @@ class Gpt(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         length = x.shape[1]
         assert length <= 12
         hidden = self.tokens(x) + self.positions[:length]
         mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         for block in self.blocks:
             hidden = block(hidden, mask)
-        result: torch.Tensor = self.head(self.norm(hidden) * self.scale)
-        return result
+        return self.head(self.norm(hidden) * self.scale)
 
 
 class UNet(nn.Module):
@@ -210,14 +206,13 @@ class UNet(nn.Module):
         self.a, self.b, self.c = _conv(1, 4), _conv(4, 8), _conv(8, 8)
         self.u, self.v, self.o = _conv(16, 4), _conv(8, 4), nn.Conv2d(4, 3, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         a = self.a(x)
         b = self.b(F.max_pool2d(a, 2))
         c = self.c(F.max_pool2d(b, 2))
         u = self.u(torch.cat([F.interpolate(c, scale_factor=2), torch.relu(b)], 1))
         v = self.v(torch.cat([F.interpolate(u, scale_factor=2), a], 1))
-        result: torch.Tensor = self.o(v).mean((2, 3))
-        return result
+        return self.o(v).mean((2, 3))
 
 
 def _conv(inputs: int, outputs: int) -> nn.Sequential:
@@ -232,14 +227,13 @@ class EncoderDecoder(nn.Module):
         self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
         self.out = nn.Linear(8, 20)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         memory, y = self.embed(x), self.embed(x.flip(1))
         for layer in self.encoder:
             memory = layer(memory)
         for layer in self.decoder:
             y = layer(y, memory)
-        result: torch.Tensor = self.out(y).mean(1)
-        return result
+        return self.out(y).mean(1)
 
 
 class Lstm(nn.Module):
@@ -251,11 +245,10 @@ class Lstm(nn.Module):
         self.a, self.b = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True)
         self.out = nn.Linear(8, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden, (h, c) = self.a(self.embed(x))
         hidden, _ = self.b(hidden, (h.contiguous(), c.contiguous()))
-        result: torch.Tensor = self.out(hidden[:, -1])
-        return result
+        return self.out(hidden[:, -1])
 
 
 class CalledTwice(nn.Module):
@@ -265,15 +258,14 @@ class CalledTwice(nn.Module):
         super().__init__()
         self.a, self.shared, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         first = torch.tanh(self.a(x))
         y = torch.tanh(self.shared(first))
         y = torch.tanh(self.b(y))
         y = self.shared(y)
         z = y * 2
         z += first.mean(1, keepdim=True)
-        result: torch.Tensor = self.c(z)
-        return result
+        return self.c(z)
 
 
 class InsideAndBehind(nn.Module):
@@ -285,9 +277,8 @@ class InsideAndBehind(nn.Module):
         self.first, self.last = nn.Sequential(nn.Linear(6, 6), self.bend), nn.Sequential(nn.Linear(6, 6), self.bend)
         self.out = nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.out(self.bend(self.last(2 * self.bend(self.first(x)))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.out(self.bend(self.last(2 * self.bend(self.first(x)))))
 
 
 class Mixture(nn.Module):
@@ -317,10 +308,9 @@ class Experts(nn.Module):
         self.route = Routed()
         self.out = nn.Linear(8, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.relu(self.inner(x))
-        result: torch.Tensor = self.out(hidden + self.route(hidden))
-        return result
+        return self.out(hidden + self.route(hidden))
 
 
 class Routed(nn.Module):
@@ -372,10 +362,9 @@ class Noisy(nn.Module):
         self.middle = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Dropout(0.2))
         self.last = nn.Sequential(nn.Tanh(), nn.Linear(12, 8), nn.Dropout(0.1), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.first(x)
-        result: torch.Tensor = self.last(hidden + self.middle(hidden))
-        return result
+        return self.last(hidden + self.middle(hidden))
 
 
 CASES: dict[str, Callable[[], Case]] = {

@@ -1,8 +1,7 @@
 """Stages compute the loss and the gradients of the plain network, to the last bits, wherever it is cut."""
 
-from __future__ import annotations
-
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -133,12 +132,11 @@ class _Looks(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.a(x)
         if hidden.sum().item() > 0:
             hidden = hidden * 2
-        result: torch.Tensor = self.b(hidden)
-        return result
+        return self.b(hidden)
 
 
 class _Sets(nn.Module):
@@ -146,11 +144,10 @@ class _Sets(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.a(x) * 1
         hidden[:, 0] = 0.0
-        result: torch.Tensor = self.b(hidden)
-        return result
+        return self.b(hidden)
 
 
 class _Hides(nn.Module):
@@ -161,19 +158,17 @@ class _Hides(nn.Module):
             super().__init__()
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             self.kept = self.a(x)
-            result: torch.Tensor = self.b(x)
-            return result
+            return self.b(x)
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.out = self.Inner(), nn.Linear(4, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.inner(x)
-        result: torch.Tensor = self.out(hidden + self.inner.kept)
-        return result
+        return self.out(hidden + self.inner.kept)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +193,9 @@ def test_a_pass_that_differs_from_the_recorded_one_is_refused() -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             hidden = torch.sigmoid(x) if len(x) > 8 else torch.tanh(x)
-            result: torch.Tensor = self.b(F.relu(self.a(hidden)))
-            return result
+            return self.b(F.relu(self.a(hidden)))
 
     small = Case(make=made(Branches), x={"x": floats(6, 4)}, y=numbers(6, below=2), loss=class_loss)
     large = Case(make=small.make, x={"x": floats(12, 4)}, y=numbers(12, below=2), loss=class_loss)

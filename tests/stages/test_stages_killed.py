@@ -1,7 +1,5 @@
 """A rank that is killed in an iteration with stages: the others end soon, and those that wait for it say which one it was."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

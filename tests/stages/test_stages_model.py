@@ -1,7 +1,5 @@
 """`tatami.tile` with pipeline stages: a loop by hand, and the Trainer, train as one machine does."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -20,8 +18,7 @@ from typer.testing import CliRunner
 import tatami
 from tatami.cli.app import app
 from tatami.cluster import Cluster, Link, Processor
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import InputError, ModelError, NotFiniteError, PlanError, RankDiedError
 from tatami.model.model_stage import ModelStage
 from tatami.records import Records
@@ -224,15 +221,11 @@ def test_stages_are_planned(world: World, asked: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_stages_cannot_do_is_refused_by_name(world: World, asked: dict[str, Any], told: str) -> None:
+def test_what_stages_cannot_do_is_refused_by_name(comm: AbstractCommunicator, asked: dict[str, Any], told: str) -> None:
     case = CASES["gpt"]()
-
-    def body(comm: AbstractCommunicator) -> None:
-        settings = {"sample": case.x, "speeds": thin(comm), "quiet": True, **asked}
-        with pytest.raises((InputError, PlanError), match=told):
-            tatami.tile(case.make(), comm, batch_size=len(case.y), **settings)
-
-    world(body)
+    settings = {"sample": case.x, "speeds": thin(comm), "quiet": True, **asked}
+    with pytest.raises((InputError, PlanError), match=told):
+        tatami.tile(case.make(), comm, batch_size=len(case.y), **settings)
 
 
 class Branches(nn.Module):
@@ -242,23 +235,19 @@ class Branches(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.first(x)
         if hidden.sum() > 1e9:
             hidden = hidden * 0
-        result: torch.Tensor = self.last(hidden)
-        return result
+        return self.last(hidden)
 
 
 @pytest.mark.ranks(2)
-def test_a_branch_on_a_value_of_another_stage_is_refused_with_its_line(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(ModelError, match=r"test_stages_model.py:\d+ looks at a value that gt computes"):
-            tatami.tile(
-                Branches(), comm, batch_size=4, sample=torch.ones(2, 6), layout=staged(2, stages=2, cuts=(1,)), speeds="equal"
-            )
-
-    world(body)
+def test_a_branch_on_a_value_of_another_stage_is_refused_with_its_line(comm: AbstractCommunicator) -> None:
+    with pytest.raises(ModelError, match=r"test_stages_model.py:\d+ looks at a value that gt computes"):
+        tatami.tile(
+            Branches(), comm, batch_size=4, sample=torch.ones(2, 6), layout=staged(2, stages=2, cuts=(1,)), speeds="equal"
+        )
 
 
 def trained(
@@ -312,9 +301,8 @@ class Last(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x)[:, -1]
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)[:, -1]
 
 
 @pytest.mark.ranks(2, 3)
@@ -332,9 +320,8 @@ class Normed(nn.Module):
         self.first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
 
 
 @pytest.mark.ranks(2, 4)
@@ -382,15 +369,11 @@ def test_several_losses_of_one_pass(world: World, micro_batches: int) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_of_other_stages_with_other_batches_are_found(world: World) -> None:
+def test_ranks_of_other_stages_with_other_batches_are_found(comm: AbstractCommunicator) -> None:
     case = CASES["called-twice"]()
-
-    def body(comm: AbstractCommunicator) -> None:
-        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)))
-        with pytest.raises(InputError, match="the ranks were given different batches: rank 1 has other samples than rank 0"):
-            trained(comm, case.make, layout, x=case.x["x"] + comm.rank, y=case.y)
-
-    world(body)
+    layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)))
+    with pytest.raises(InputError, match="the ranks were given different batches: rank 1 has other samples than rank 0"):
+        trained(comm, case.make, layout, x=case.x["x"] + comm.rank, y=case.y)
 
 
 class Recomputed(nn.Module):
@@ -408,14 +391,11 @@ class Recomputed(nn.Module):
 
 @pytest.mark.threads_only  # where ranks are processes, the other one waits for its timeout
 @pytest.mark.ranks(2)
-def test_a_cut_inside_of_what_is_computed_again_is_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        # The last stage finds it first; the other one waits for the gradient then.
-        error, told = (RankDiedError, "rank 1") if comm.rank == 0 else (ModelError, "outside of the forward pass, as torch")
-        with pytest.raises(error, match=told):
-            trained(comm, made(Recomputed), staged(2, stages=2, cuts=(1,)), x=floats(4, 6), y=numbers(4, below=3))
-
-    world(body)
+def test_a_cut_inside_of_what_is_computed_again_is_refused(comm: AbstractCommunicator) -> None:
+    # The last stage finds it first; the other one waits for the gradient then.
+    error, told = (RankDiedError, "rank 1") if comm.rank == 0 else (ModelError, "outside of the forward pass, as torch")
+    with pytest.raises(error, match=told):
+        trained(comm, made(Recomputed), staged(2, stages=2, cuts=(1,)), x=floats(4, 6), y=numbers(4, below=3))
 
 
 @pytest.mark.ranks(2)
@@ -475,18 +455,14 @@ def test_the_trainer_goes_on_from_a_checkpoint_with_other_stages(world: World, t
 
 
 @pytest.mark.ranks(2)
-def test_a_loss_that_is_not_finite_ends_all_stages(world: World, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_all_stages(comm: AbstractCommunicator, tmp_path: Path) -> None:
     x, y = data()[:]
-
-    def body(comm: AbstractCommunicator) -> None:
-        folder = comm.bcast_object(tmp_path)
-        own = trainer(comm, staged(2, stages=2, cuts=(2,), micro_batches=2), rescue_dir=folder)
-        own.fit((x, y), batch_size=8, iterations=3)
-        with pytest.raises(NotFiniteError, match=r"the loss is nan on rank 1 of 2.*is in .*last-good"):
-            own.fit((x * math.nan, y), batch_size=8, iterations=1)
-        assert len(list(folder.glob("last-good-*.safetensors"))) == 1
-
-    world(body)
+    folder = comm.bcast_object(tmp_path)
+    own = trainer(comm, staged(2, stages=2, cuts=(2,), micro_batches=2), rescue_dir=folder)
+    own.fit((x, y), batch_size=8, iterations=3)
+    with pytest.raises(NotFiniteError, match=r"the loss is nan on rank 1 of 2.*is in .*last-good"):
+        own.fit((x * math.nan, y), batch_size=8, iterations=1)
+    assert len(list(folder.glob("last-good-*.safetensors"))) == 1
 
 
 @pytest.mark.ranks(2, 4)

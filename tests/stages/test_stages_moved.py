@@ -1,7 +1,5 @@
 """Re-tiling to other pipeline stages: training goes on as on one machine, whatever moves."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref
@@ -109,10 +107,9 @@ class Noisy(nn.Module):
         self.middle = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 12))
         self.last = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.first(x)
-        result: torch.Tensor = self.last(hidden + self.middle(hidden))
-        return result
+        return self.last(hidden + self.middle(hidden))
 
 
 noisy = made(Noisy)
@@ -204,52 +201,45 @@ def test_a_trainer_moves_to_other_stages_and_trains_as_one_machine(world: World)
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_move_is_refused_and_nothing_changes(world: World) -> None:
+def test_what_cannot_move_is_refused_and_nothing_changes(comm: AbstractCommunicator) -> None:
     case = CASES["gpt"]()
     layout, other = staged(2, stages=2, cuts=(1,)), staged(2, stages=2, cuts=(3,))
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(case, comm, layout)
-        parameters = list(model.parameters())
-        optimizer = AdamW(parameters)
-        step(model, case, parameters, optimizer)
-        weights = whole_state_dict(model)
-        stranger = staged(3, stages=3, cuts=(1, 2))
-        with pytest.raises(PlanError, match="p2"):
-            move(model, stranger, optimizer=optimizer)
-        with pytest.raises(ModelError, match="more than the 7"):
-            move(model, staged(2, stages=2, cuts=(99,)), optimizer=optimizer)
-        with pytest.raises(ModelError, match="companions"):
-            move(model, other, optimizer=optimizer, companions={parameters[0]: parameters[0].detach()})
-        head = model.module.get_submodule("head")
-        forward, plain = vars(head).get("forward"), head.forward
-        vars(head)["forward"] = lambda *given: plain(*given)
-        with pytest.raises(ModelError, match=r"the forward of head was replaced"):
-            move(model, other, optimizer=optimizer)
-        if forward is None:
-            del vars(head)["forward"]
-        else:
-            vars(head)["forward"] = forward
-        out = model(**model.local(case.x, case.y)[0])
-        for name, tensor in whole_state_dict(model).items():
-            assert torch.equal(tensor, weights[name])
-        torch.autograd.backward(case.loss(out, model.local(case.x, case.y)[1]))
-        optimizer.step()
-        held = [weakref.ref(each) for each in parameters]
+    model = tiled(case, comm, layout)
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters)
+    step(model, case, parameters, optimizer)
+    weights = whole_state_dict(model)
+    stranger = staged(3, stages=3, cuts=(1, 2))
+    with pytest.raises(PlanError, match="p2"):
+        move(model, stranger, optimizer=optimizer)
+    with pytest.raises(ModelError, match="more than the 7"):
+        move(model, staged(2, stages=2, cuts=(99,)), optimizer=optimizer)
+    with pytest.raises(ModelError, match="companions"):
+        move(model, other, optimizer=optimizer, companions={parameters[0]: parameters[0].detach()})
+    head = model.module.get_submodule("head")
+    forward, plain = vars(head).get("forward"), head.forward
+    vars(head)["forward"] = lambda *given: plain(*given)
+    with pytest.raises(ModelError, match=r"the forward of head was replaced"):
         move(model, other, optimizer=optimizer)
-        assert all(each() is parameter for each, parameter in zip(held, parameters, strict=True))
-        step(model, case, parameters, optimizer)
-        model.close()
-
-    world(body)
+    if forward is None:
+        del vars(head)["forward"]
+    else:
+        vars(head)["forward"] = forward
+    out = model(**model.local(case.x, case.y)[0])
+    for name, tensor in whole_state_dict(model).items():
+        assert torch.equal(tensor, weights[name])
+    torch.autograd.backward(case.loss(out, model.local(case.x, case.y)[1]))
+    optimizer.step()
+    held = [weakref.ref(each) for each in parameters]
+    move(model, other, optimizer=optimizer)
+    assert all(each() is parameter for each, parameter in zip(held, parameters, strict=True))
+    step(model, case, parameters, optimizer)
+    model.close()
 
 
 @pytest.mark.ranks(2)
-def test_a_model_that_knows_no_pieces_gets_no_stages(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tatami.tile(noisy(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
-        with pytest.raises(ModelError, match="a sample"):
-            move(model, staged(2, stages=2, cuts=(1,)), optimizer=None)
-        model.close()
-
-    world(body)
+def test_a_model_that_knows_no_pieces_gets_no_stages(comm: AbstractCommunicator) -> None:
+    model = tatami.tile(noisy(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
+    with pytest.raises(ModelError, match="a sample"):
+        move(model, staged(2, stages=2, cuts=(1,)), optimizer=None)
+    model.close()

@@ -1,7 +1,5 @@
 """Networks that people train, divided into pipeline stages: weights, buffers and evaluation are those of one machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tiled"))
-from networks import CASES, VOCABULARY, Batch, Case, Residual, build
+from equal_runs import logits_of, loss_of
+from networks import CASES, VOCABULARY, Batch, Case, Residual, build, reals
 from stages_rig import AdamW, allowed_cuts
 
 import tatami
@@ -30,10 +29,6 @@ from tiled_rig import assert_close, staged
 
 STEPS, SAMPLES = 3, 7
 # The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
-
-
-def tensors(*shape: int) -> Callable[[int, torch.Generator], Batch]:
-    return lambda samples, generator: (torch.rand(samples, *shape, generator=generator, dtype=torch.float64),)
 
 
 # -- more networks ----------------------------------------------------------------------------------------------------------
@@ -59,12 +54,11 @@ class DenseBlock(nn.Module):
         )
         self.head = nn.Linear(12, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         features = [self.stem(x)]
         for layer in self.layers:
             features.append(layer(torch.cat(features, 1)))
-        result: torch.Tensor = self.head(torch.cat(features, 1).mean((2, 3)))
-        return result
+        return self.head(torch.cat(features, 1).mean((2, 3)))
 
 
 class ByFunctions(nn.Module):
@@ -75,10 +69,9 @@ class ByFunctions(nn.Module):
         self.first, self.last = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(5, 3))
         self.shift, self.bend, self.middle = nn.Parameter(torch.randn(5)), nn.Tanh(), nn.Linear(5, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.tanh(F.linear(x, self.first) + self.bend(self.shift))
-        result: torch.Tensor = self.middle(hidden) @ self.last
-        return result
+        return self.middle(hidden) @ self.last
 
 
 class Looking(nn.Module):
@@ -100,18 +93,17 @@ class Looking(nn.Module):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(6, 6), self.Inner(), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden, _ = self.inner(torch.tanh(self.first(x)))
-        result: torch.Tensor = self.last(torch.tanh(hidden))
-        return result
+        return self.last(torch.tanh(hidden))
 
 
 MORE: dict[str, Case] = {
-    "resnet-18": Case(build=resnet18, draw=tensors(1, 8, 8), blocks=()),
-    "densenet": Case(build=lambda: DenseBlock(batch_norm=True), draw=tensors(1, 6, 6), blocks=()),
-    "densenet-group-norm": Case(build=lambda: DenseBlock(batch_norm=False), draw=tensors(1, 6, 6), blocks=()),
-    "by-functions": Case(build=ByFunctions, draw=tensors(6), blocks=()),
-    "looking": Case(build=Looking, draw=tensors(6), blocks=()),
+    "resnet-18": Case(build=resnet18, draw=reals(1, 8, 8), blocks=()),
+    "densenet": Case(build=lambda: DenseBlock(batch_norm=True), draw=reals(1, 6, 6), blocks=()),
+    "densenet-group-norm": Case(build=lambda: DenseBlock(batch_norm=False), draw=reals(1, 6, 6), blocks=()),
+    "by-functions": Case(build=ByFunctions, draw=reals(6), blocks=()),
+    "looking": Case(build=Looking, draw=reals(6), blocks=()),
 }
 
 
@@ -144,21 +136,10 @@ def huggingface(name: str) -> Case:
         sides = {"image_size": 8, "patch_size": 4, "num_channels": 1}
         return transformers.ViTForImageClassification(transformers.ViTConfig(**small, **undropped, **sides, num_labels=3))
 
-    return Case(build=make, draw=tensors(1, 8, 8) if name == "vit" else tokens, blocks=())
+    return Case(build=make, draw=reals(1, 8, 8) if name == "vit" else tokens, blocks=())
 
 
 # -- training them ----------------------------------------------------------------------------------------------------------
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    result: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
-    return result
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    flat = logits_of(output).flatten(1)
-    weights = torch.linspace(-1.0, 1.0, flat.shape[1], dtype=flat.dtype)
-    return ((flat * weights).sum(1) + flat.square().mean(1)).mean()
 
 
 def called(model: Any, batch: Batch, take: Callable[..., Any] | None = None) -> torch.Tensor:
@@ -269,15 +250,14 @@ class Changing(nn.Module):
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.tanh(self.first(x))
         if self.training:
             hidden = hidden * 1.5 + 0.1
         hidden = torch.tanh(self.middle(hidden))
         if not self.training:
             hidden = torch.sigmoid(hidden).clamp(max=0.6)
-        result: torch.Tensor = self.last(hidden)
-        return result
+        return self.last(hidden)
 
 
 class Crossing(nn.Module):
@@ -288,11 +268,10 @@ class Crossing(nn.Module):
         self.first, self.dropout = nn.Linear(6, 6), nn.Dropout(0.3)
         self.a, self.b, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = self.first(x)
         dropped = self.dropout(hidden)
-        result: torch.Tensor = self.last(torch.tanh(self.a(dropped)) + torch.tanh(self.b(hidden)))
-        return result
+        return self.last(torch.tanh(self.a(dropped)) + torch.tanh(self.b(hidden)))
 
 
 class Crossed(nn.Module):
@@ -312,7 +291,7 @@ class Crossed(nn.Module):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", [Changing, Crossing])
 def test_evaluation_may_do_other_operations(world: World, kind: type[nn.Module]) -> None:
-    check(world, Case(build=kind, draw=tensors(6), blocks=()))
+    check(world, Case(build=kind, draw=reals(6), blocks=()))
 
 
 @pytest.mark.parametrize("kind", [Changing, Crossing])
@@ -333,7 +312,7 @@ def test_evaluation_is_cut_where_the_weights_are(kind: type[nn.Module]) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_training", [False, True])
 def test_dropout_that_is_switched_off_later_hands_both_over(world: World, in_training: bool) -> None:
-    case = Case(build=Crossing, draw=tensors(6), blocks=())
+    case = Case(build=Crossing, draw=reals(6), blocks=())
     (x,) = case.draw(SAMPLES, torch.Generator().manual_seed(5))
     network, plain = build(case), build(case)
 
@@ -364,10 +343,7 @@ def test_evaluation_that_no_stages_can_follow_is_refused_by_name(world: World) -
     def body(comm: AbstractCommunicator) -> None:
         layout = staged(2, stages=2, cuts=(1,))
         model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=layout, speeds="equal", quiet=True)
-        with (
-            torch.no_grad(),
-            pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"),
-        ):
+        with torch.no_grad(), pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"):
             model.eval()(model.local(x))
 
     world(body)
@@ -390,11 +366,10 @@ class Draws(nn.Module):
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
         self.middle = self.Inner(draw if inside else torch.tanh)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.tanh(self.first(x))
         hidden = hidden if self.draw is None else self.draw(hidden)
-        result: torch.Tensor = self.last(torch.tanh(self.middle(hidden)))
-        return result
+        return self.last(torch.tanh(self.middle(hidden)))
 
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -413,16 +388,12 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
-def test_functions_that_draw_are_refused_by_name(world: World, name: str, inside: bool) -> None:
+def test_functions_that_draw_are_refused_by_name(comm: AbstractCommunicator, name: str, inside: bool) -> None:
     layer = r"layer middle \(Inner\)" if inside else r"layer \(the model itself\) \(Draws\)"
     network = Draws(DRAWS[name], inside=inside).double()
     x = torch.ones(SAMPLES, 6, dtype=torch.float64)
-
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(ModelError, match=rf"{layer} draws random numbers in training"):
-            tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=staged(2, stages=2, cuts=(1,)), speeds="equal")
-
-    world(body)
+    with pytest.raises(ModelError, match=rf"{layer} draws random numbers in training"):
+        tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=staged(2, stages=2, cuts=(1,)), speeds="equal")
 
 
 class Looked(nn.Module):
@@ -444,9 +415,8 @@ class Looked(nn.Module):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(6, 6), self.Inner(kind), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.inner(torch.tanh(self.first(x))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.inner(torch.tanh(self.first(x))))
 
 
 @pytest.mark.parametrize("kind", ["draws", "rows"])

@@ -1,7 +1,5 @@
 """Slowed ranks: how long they sleep, and how ranks of one machine share its cores."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

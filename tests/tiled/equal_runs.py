@@ -1,7 +1,5 @@
 """Whether a tiled network trains as the plain one: one body over networks, batches, layouts and optimizers; one over loops."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

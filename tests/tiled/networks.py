@@ -1,7 +1,5 @@
 """Networks that people train, small: for tests that they can be tiled exactly as they come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,6 +34,22 @@ class Case:
     blocks: tuple[str, ...]
 
 
+class Written(nn.Module):
+    """Layers and buffers by name, and a forward pass that is given: a function of the network and its input."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module | torch.Tensor) -> None:
+        super().__init__()
+        self.written = (forward,)
+        for name, layer in layers.items():
+            if isinstance(layer, nn.Module | nn.Parameter):
+                setattr(self, name, layer)
+            else:
+                self.register_buffer(name, layer)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.written[0](self, x)
+
+
 class CausalSelfAttention(nn.Module):
     """nanoGPT's."""
 
@@ -49,7 +63,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_embd, self.dropout, self.flash = heads, width, dropout, flash
         self.register_buffer("bias", torch.tril(torch.ones(tokens, tokens)).view(1, 1, tokens, tokens))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         B, T, C = x.size()  # noqa: N806 - as in nanoGPT
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
@@ -64,8 +78,7 @@ class CausalSelfAttention(nn.Module):
             att = self.attn_dropout(F.softmax(att, dim=-1))
             y = att @ v
         y = y.transpose(1, 2).contiguous().view(B, T, C)
-        result: torch.Tensor = self.resid_dropout(self.c_proj(y))
-        return result
+        return self.resid_dropout(self.c_proj(y))
 
 
 class MLP(nn.Module):
@@ -76,9 +89,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
 class GPTLayer(nn.Module):
@@ -86,10 +98,9 @@ class GPTLayer(nn.Module):
         super().__init__()
         self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(width), attention, nn.LayerNorm(width), mlp
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = x + self.attn(self.ln_1(x))
-        result: torch.Tensor = x + self.mlp(self.ln_2(x))
-        return result
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -114,14 +125,13 @@ class GPT(nn.Module):
         if tied:
             self.lm_head.weight = self.wte.weight
 
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+    def forward(self, idx: torch.Tensor) -> Any:
         _, t = idx.size()
         assert t <= self.block_size, f"Cannot forward sequence of length {t}"
         x = self.wte(idx) + self.wpe(torch.arange(t, device=idx.device))
         for block in self.h:
             x = block(x)
-        result: torch.Tensor = self.lm_head(self.ln_f(x))
-        return result
+        return self.lm_head(self.ln_f(x))
 
 
 class SwiGLU(nn.Module):
@@ -130,9 +140,8 @@ class SwiGLU(nn.Module):
         self.w1, self.w3 = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
         self.w2 = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class PackedGEGLU(nn.Module):
@@ -140,10 +149,9 @@ class PackedGEGLU(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         a, b = self.up(x).chunk(2, dim=-1)
-        result: torch.Tensor = self.down(F.gelu(a) * b)
-        return result
+        return self.down(F.gelu(a) * b)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +171,7 @@ class GroupedAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.size, width, bias=False)
         self.q_norm = nn.RMSNorm(self.size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         b, t, _ = x.shape
         kind: Any = {"dtype": x.dtype, "device": x.device}
         angle = torch.arange(t, **kind)[:, None] / torch.arange(1, self.size + 1, **kind)
@@ -176,8 +184,7 @@ class GroupedAttention(nn.Module):
         k = k[:, :, None].expand(b, self.groups, repeats, t, self.size).reshape(b, self.heads, t, self.size)
         v = v[:, :, None].expand(b, self.groups, repeats, t, self.size).reshape(b, self.heads, t, self.size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        result: torch.Tensor = self.o_proj(y.transpose(1, 2).reshape(b, t, -1))
-        return result
+        return self.o_proj(y.transpose(1, 2).reshape(b, t, -1))
 
 
 class Parallel(nn.Module):
@@ -189,12 +196,11 @@ class Parallel(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         b, t, c = x.shape
         q, k, v = self.qkv(x).view(b, t, self.heads, 3 * c // self.heads).transpose(1, 2).chunk(3, -1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        result: torch.Tensor = x + self.out(y.transpose(1, 2).reshape(b, t, c)) + self.down(F.gelu(self.up(x)))
-        return result
+        return x + self.out(y.transpose(1, 2).reshape(b, t, c)) + self.down(F.gelu(self.up(x)))
 
 
 class Fused(nn.Module):
@@ -219,7 +225,7 @@ class Fused(nn.Module):
         self.outs = nn.ModuleList([nn.Linear(inputs, width, bias=bias) for inputs in outputs])
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         b, t, _ = x.shape
         normed = self.norm(x)
         ff, *qkv = self.fused(normed).split(self.widths, dim=-1)
@@ -232,8 +238,7 @@ class Fused(nn.Module):
         both = [y, F.silu(gate) * h]
         if len(self.outs) == 1:
             both = [self.dropout(torch.cat(both, dim=-1))]
-        result: torch.Tensor = x + sum(out(each) for out, each in zip(self.outs, both, strict=True))
-        return result
+        return x + sum(out(each) for out, each in zip(self.outs, both, strict=True))
 
 
 class LowRank(nn.Module):
@@ -244,10 +249,9 @@ class LowRank(nn.Module):
         self.base = linear.requires_grad_(False)
         self.a, self.b = nn.Linear(linear.in_features, rank, bias=False), nn.Linear(rank, linear.out_features, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         base: torch.Tensor = self.base(x)
-        result: torch.Tensor = (base + 2 * self.b(self.a(x))).to(base.dtype)
-        return result
+        return (base + 2 * self.b(self.a(x))).to(base.dtype)
 
 
 def low_rank_gpt() -> nn.Module:
@@ -272,14 +276,13 @@ class Encoder(nn.Module):
         self.batch_first = batch_first
         self.head = nn.Linear(12, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = x if self.batch_first else x.transpose(0, 1)
         y = self.encoder(x)
         if self.decoder is not None:
             y = self.decoder(x, y)
         y = y if self.batch_first else y.transpose(0, 1)
-        result: torch.Tensor = self.head(y.mean(1))
-        return result
+        return self.head(y.mean(1))
 
 
 class ViT(nn.Module):
@@ -291,13 +294,12 @@ class ViT(nn.Module):
         self.layers = nn.ModuleList([layer])
         self.head = nn.Linear(12, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         y = self.patches(x).flatten(2).transpose(1, 2)
         y = torch.cat((self.token.expand(y.shape[0], -1, -1), y), dim=1)
         for layer in self.layers:
             y = layer(y)
-        result: torch.Tensor = self.head(y[:, 0])
-        return result
+        return self.head(y[:, 0])
 
 
 class Residual(nn.Module):
@@ -314,11 +316,10 @@ class Residual(nn.Module):
         if stride != 1 or inputs != outputs:
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         out += x if self.downsample is None else self.downsample(x)
-        result: torch.Tensor = self.relu(out)
-        return result
+        return self.relu(out)
 
 
 class ResNet(nn.Module):
@@ -328,9 +329,8 @@ class ResNet(nn.Module):
         self.layers = nn.Sequential(Residual(4, 4, 1), Residual(4, 6, 2))
         self.head = nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.layers(self.stem(x)).mean((2, 3)))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.layers(self.stem(x)).mean((2, 3)))
 
 
 class Mobile(nn.Module):
@@ -345,9 +345,8 @@ class Mobile(nn.Module):
         )  # fmt: skip
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.block(x).mean((2, 3)))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.block(x).mean((2, 3)))
 
 
 class AutoEncoder(nn.Module):
@@ -362,9 +361,8 @@ class AutoEncoder(nn.Module):
             nn.ConvTranspose2d(6, 2, 1),
         )  # fmt: skip
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.decode(self.encode(x).tanh())
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.decode(self.encode(x).tanh())
 
 
 class ResNeXt(nn.Module):
@@ -379,9 +377,8 @@ class ResNeXt(nn.Module):
         )  # fmt: skip
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.block(x).mean((2, 3)))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.block(x).mean((2, 3)))
 
 
 def generator() -> nn.Module:
@@ -402,12 +399,11 @@ class Mixer(nn.Module):
         self.channels = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
         self.head = nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.embed(x)
         x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
         x = x + self.channels(self.norm2(x))
-        result: torch.Tensor = self.head(x.mean(1))
-        return result
+        return self.head(x.mean(1))
 
 
 class Recurrent(nn.Module):
@@ -418,10 +414,9 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(3, 5, num_layers=2, batch_first=True)
         self.head = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         output, _ = self.lstm(x)
-        result: torch.Tensor = self.head(output[:, -1])
-        return result
+        return self.head(output[:, -1])
 
 
 class Experts(nn.Module):
@@ -471,11 +466,10 @@ class Stacked(nn.Module):
         super().__init__()
         self.router, self.experts = nn.Linear(width, num_experts), StackedExperts(width, num_experts)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         rows = x.flatten(0, 1)
         weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
-        result: torch.Tensor = self.experts(rows, chosen, weights).view(x.shape)
-        return result
+        return self.experts(rows, chosen, weights).view(x.shape)
 
 
 class WrittenHeads(nn.Module):
@@ -487,14 +481,13 @@ class WrittenHeads(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.scale = nn.Parameter(torch.ones(width // heads))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         b, t, _ = x.shape
         if x.detach().sum().item() > 1e9:
             raise ValueError("these numbers are too large")
         q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(self.inner, dim=2))
         y = F.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
-        result: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, t, self.inner))
-        return result
+        return self.out(y.transpose(1, 2).reshape(b, t, self.inner))
 
 
 register(
@@ -511,7 +504,11 @@ def _tokens(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...
     return (torch.randint(VOCABULARY, (samples, 6), generator=generator),)
 
 
-def _reals(*shape: int) -> Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]:
+def _tokens_of_many(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    return (torch.randint(LARGE, (samples, 6), generator=generator),)
+
+
+def reals(*shape: int) -> Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]:
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         return (torch.rand(samples, *shape, generator=generator, dtype=torch.float64),)
 
@@ -535,25 +532,25 @@ CASES: dict[str, Case] = {
         draw=_tokens,
         blocks=("attention", "gated pair") * 2,
     ),
-    "parallel": Case(build=Parallel, draw=_reals(5, 12), blocks=_GPT[:2]),
+    "parallel": Case(build=Parallel, draw=reals(5, 12), blocks=_GPT[:2]),
     "fused": Case(
         build=lambda: nn.Sequential(Fused(hidden=9), Fused(hidden=6, bias=True, dropout=0.3)),
-        draw=_reals(5, 12),
+        draw=reals(5, 12),
         blocks=("attention with perceptron",) * 2,
     ),
     "fused-two-outputs": Case(
-        build=lambda: Fused(hidden=9, one=False, bias=True), draw=_reals(5, 12), blocks=("attention with perceptron",)
+        build=lambda: Fused(hidden=9, one=False, bias=True), draw=reals(5, 12), blocks=("attention with perceptron",)
     ),
     "fused-shared-keys": Case(
         build=lambda: nn.Sequential(Fused(hidden=9, shared=True), Fused(hidden=6, shared=True, one=False)),
-        draw=_reals(5, 12),
+        draw=reals(5, 12),
         blocks=(),
     ),
     "fused-shared-keys-apart": Case(
-        build=lambda: Fused(hidden=9, shared=True, apart=True), draw=_reals(5, 12), blocks=("attention with perceptron",)
+        build=lambda: Fused(hidden=9, shared=True, apart=True), draw=reals(5, 12), blocks=("attention with perceptron",)
     ),
     "fused-hidden-units-that-heads-do-not-divide": Case(
-        build=lambda: nn.Sequential(Fused(hidden=7), Fused(hidden=8, one=False)), draw=_reals(5, 12), blocks=()
+        build=lambda: nn.Sequential(Fused(hidden=7), Fused(hidden=8, one=False)), draw=reals(5, 12), blocks=()
     ),
     "geglu": Case(
         build=lambda: GPT(width=12, layers=1, layer=_layer(nn.Identity, lambda width: PackedGEGLU(width, 7))),
@@ -562,12 +559,12 @@ CASES: dict[str, Case] = {
     ),
     "vocabulary": Case(
         build=lambda: GPT(layers=1, layer=_layer(nn.Identity, nn.Identity), vocabulary=LARGE),
-        draw=lambda samples, generator: (torch.randint(LARGE, (samples, 6), generator=generator),),
+        draw=_tokens_of_many,
         blocks=("vocabulary",),
     ),
     "vocabulary-untied": Case(
         build=lambda: GPT(layers=1, layer=_layer(nn.Identity, nn.Identity), vocabulary=LARGE, tied=False),
-        draw=lambda samples, generator: (torch.randint(LARGE, (samples, 6), generator=generator),),
+        draw=_tokens_of_many,
         blocks=("vocabulary",),
     ),
     "experts": Case(
@@ -582,19 +579,19 @@ CASES: dict[str, Case] = {
         blocks=("WrittenHeads",) * 2,
     ),
     "lora": Case(build=low_rank_gpt, draw=_tokens, blocks=_GPT),
-    "encoder": Case(build=Encoder, draw=_reals(5, 12), blocks=_GPT),
-    "encoder-time-first": Case(build=lambda: Encoder(batch_first=False), draw=_reals(5, 12), blocks=_GPT),
+    "encoder": Case(build=Encoder, draw=reals(5, 12), blocks=_GPT),
+    "encoder-time-first": Case(build=lambda: Encoder(batch_first=False), draw=reals(5, 12), blocks=_GPT),
     "decoder": Case(
-        build=lambda: Encoder(decoder=True), draw=_reals(5, 12), blocks=(*_GPT, "attention", "attention", "linear pair")
+        build=lambda: Encoder(decoder=True), draw=reals(5, 12), blocks=(*_GPT, "attention", "attention", "linear pair")
     ),
-    "vit": Case(build=ViT, draw=_reals(2, 8, 8), blocks=("attention", "linear pair")),
-    "resnet": Case(build=ResNet, draw=_reals(2, 8, 8), blocks=("convolution pair",) * 2),
-    "mobile": Case(build=Mobile, draw=_reals(2, 6, 6), blocks=("convolution pair",)),
-    "autoencoder": Case(build=AutoEncoder, draw=_reals(2, 6, 6), blocks=("convolution pair",) * 2),
-    "resnext": Case(build=ResNeXt, draw=_reals(2, 5, 5), blocks=("convolution pair",)),
-    "generator": Case(build=generator, draw=_reals(3), blocks=("convolution pair",)),
-    "mixer": Case(build=Mixer, draw=_reals(5, 3), blocks=("linear pair", "linear pair")),
-    "lstm": Case(build=Recurrent, draw=_reals(4, 3), blocks=("linear pair",)),
+    "vit": Case(build=ViT, draw=reals(2, 8, 8), blocks=("attention", "linear pair")),
+    "resnet": Case(build=ResNet, draw=reals(2, 8, 8), blocks=("convolution pair",) * 2),
+    "mobile": Case(build=Mobile, draw=reals(2, 6, 6), blocks=("convolution pair",)),
+    "autoencoder": Case(build=AutoEncoder, draw=reals(2, 6, 6), blocks=("convolution pair",) * 2),
+    "resnext": Case(build=ResNeXt, draw=reals(2, 5, 5), blocks=("convolution pair",)),
+    "generator": Case(build=generator, draw=reals(3), blocks=("convolution pair",)),
+    "mixer": Case(build=Mixer, draw=reals(5, 3), blocks=("linear pair", "linear pair")),
+    "lstm": Case(build=Recurrent, draw=reals(4, 3), blocks=("linear pair",)),
 }
 
 

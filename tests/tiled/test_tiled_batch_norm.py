@@ -1,7 +1,5 @@
 """Batch normalization in tiled networks: over rows that are not samples, by settings that change, and with local statistics."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable
@@ -32,14 +30,12 @@ class Rows(nn.Module):
         self.up, self.norm, self.down = nn.Linear(FEATURES, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 2)
         self.rows = rows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.tanh(self.rows(self.norm, self.up(x)))).mean(1)
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(torch.tanh(self.rows(self.norm, self.up(x)))).mean(1)
 
 
-def tokens(norm: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = norm(h.flatten(0, 1)).view(h.shape)
-    return result
+def tokens(norm: nn.Module, h: torch.Tensor) -> Any:
+    return norm(h.flatten(0, 1)).view(h.shape)
 
 
 def views(norm: nn.Module, h: torch.Tensor) -> torch.Tensor:
@@ -94,9 +90,8 @@ class Convolutions(nn.Module):
         self.a, self.b = nn.Conv2d(2, 5, 3, bias=False), nn.Conv2d(5, 4, 1, bias=False)
         self.norm, self.other = nn.BatchNorm2d(5), nn.BatchNorm2d(4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.other(self.b(torch.tanh(self.norm(self.a(x)))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.other(self.b(torch.tanh(self.norm(self.a(x)))))
 
 
 def draw_images(step: int) -> torch.Tensor:
@@ -252,12 +247,9 @@ def test_local_statistics_are_those_of_each_replica_and_running_ones_are_equal_e
 
 
 @pytest.mark.ranks(2)
-def test_local_statistics_are_named_as_inexact(world: World, capfd: pytest.CaptureFixture[str]) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        tile(Convolutions(), comm, batch_size=4, speeds="equal", batch_norm="local")
-        if comm.rank == 0:
-            assert "batch normalization takes each replica's own statistics (not exact)" in capfd.readouterr().out
-        with pytest.raises(InputError, match="batch_norm must be 'global' or 'local', not 'ghost'"):
-            tile(Convolutions(), comm, batch_size=4, batch_norm="ghost")  # type: ignore[arg-type]
-
-    world(body)
+def test_local_statistics_are_named_as_inexact(comm: AbstractCommunicator, capfd: pytest.CaptureFixture[str]) -> None:
+    tile(Convolutions(), comm, batch_size=4, speeds="equal", batch_norm="local")
+    if comm.rank == 0:
+        assert "batch normalization takes each replica's own statistics (not exact)" in capfd.readouterr().out
+    with pytest.raises(InputError, match="batch_norm must be 'global' or 'local', not 'ghost'"):
+        tile(Convolutions(), comm, batch_size=4, batch_norm="ghost")  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """Batches of any structure, from anything that gives batches: the losses and parameters are those of the plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What is around the loop: callbacks, early stopping, schedules, limits of time, metrics by name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import EarlyStopping
@@ -29,12 +27,7 @@ from tiled_rig import some_layouts, tiled
 
 SAMPLES = 24
 SGD = partial(torch.optim.SGD, lr=0.2)
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+network = partial(mlp, 4, 8, 2)
 
 
 NETWORK = network()
@@ -80,31 +73,28 @@ class Told(Callback):
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_hooks_are_called_in_their_order(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        told = Told()
-        trainer = trainer_of(comm, callbacks=[told], retile=Retiler(every=3))
-        history = trainer.fit(inputs(), batch_size=8, epochs=1, validation=inputs(), metrics=["accuracy"])
-        assert told.told == [
-            ("fit start", 0),
-            ("epoch start", 0),
-            ("update", 1, history.losses[0]),
-            ("update", 2, history.losses[1]),
-            ("retile", 3, 3),
-            ("update", 3, history.losses[2]),
-            ("epoch end", 1, ["accuracy", "loss", "train_loss"]),
-            ("fit end", 3),
-        ]
-        told.told.clear()
-        with pytest.raises(InputError, match="a batch must be a pair"):
-            trainer.fit(inputs()[0], batch_size=8, epochs=1)
-        assert [each[0] for each in told.told] == ["fit start", "epoch start", "exception"]
-
-    world(body)
+def test_the_hooks_are_called_in_their_order(comm: AbstractCommunicator) -> None:
+    told = Told()
+    trainer = trainer_of(comm, callbacks=[told], retile=Retiler(every=3))
+    history = trainer.fit(inputs(), batch_size=8, epochs=1, validation=inputs(), metrics=["accuracy"])
+    assert told.told == [
+        ("fit start", 0),
+        ("epoch start", 0),
+        ("update", 1, history.losses[0]),
+        ("update", 2, history.losses[1]),
+        ("retile", 3, 3),
+        ("update", 3, history.losses[2]),
+        ("epoch end", 1, ["accuracy", "loss", "train_loss"]),
+        ("fit end", 3),
+    ]
+    told.told.clear()
+    with pytest.raises(InputError, match="a batch must be a pair"):
+        trainer.fit(inputs()[0], batch_size=8, epochs=1)
+    assert [each[0] for each in told.told] == ["fit start", "epoch start", "exception"]
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_callback_on_any_rank_stops_all(world: World) -> None:
+def test_a_callback_on_any_rank_stops_all(comm: AbstractCommunicator) -> None:
     class Stops(Callback):
         def __init__(self, last: bool) -> None:
             self._last = last
@@ -112,13 +102,10 @@ def test_a_callback_on_any_rank_stops_all(world: World) -> None:
         def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
             trainer.should_stop = self._last and trainer.iteration == 2
 
-    def body(comm: AbstractCommunicator) -> None:
-        trainer = trainer_of(comm, callbacks=[Stops(comm.rank == comm.size - 1)])
-        history = trainer.fit(inputs(), batch_size=8, epochs=4)
-        # The wish travels with the loss of the next update.
-        assert (len(history.losses), history.stopped) == (3, "callback")
-
-    world(body)
+    trainer = trainer_of(comm, callbacks=[Stops(comm.rank == comm.size - 1)])
+    history = trainer.fit(inputs(), batch_size=8, epochs=4)
+    # The wish travels with the loss of the next update.
+    assert (len(history.losses), history.stopped) == (3, "callback")
 
 
 @pytest.mark.ranks(1, 2)
@@ -148,36 +135,33 @@ def test_early_stopping_is_wired_in_and_resumed(world: World, tmp_path_factory: 
 
 
 @pytest.mark.ranks(1, 2)
-def test_schedules_by_step_by_epoch_and_by_a_plateau(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        def rates(**options: Any) -> list[float]:
-            seen: list[float] = []
+def test_schedules_by_step_by_epoch_and_by_a_plateau(comm: AbstractCommunicator) -> None:
+    def rates(**options: Any) -> list[float]:
+        seen: list[float] = []
 
-            class Watch(Callback):
-                def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
-                    seen.append(trainer.optimizer.param_groups[0]["lr"])
+        class Watch(Callback):
+            def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+                seen.append(trainer.optimizer.param_groups[0]["lr"])
 
-            trainer = trainer_of(comm, callbacks=[Watch()], **options)
-            trainer.fit(inputs(), batch_size=12, epochs=3, validation=inputs())
-            return seen
+        trainer = trainer_of(comm, callbacks=[Watch()], **options)
+        trainer.fit(inputs(), batch_size=12, epochs=3, validation=inputs())
+        return seen
 
-        half = partial(StepLR, step_size=1, gamma=0.5)
-        assert rates(scheduler=half) == [0.2, 0.2, 0.1, 0.1, 0.05, 0.05]
-        by_step = LRSchedulerConfig(scheduler=half, interval="step", frequency=2)
-        assert rates(scheduler=by_step) == [0.2, 0.1, 0.1, 0.05, 0.05, 0.025]
-        never_better = partial(ReduceLROnPlateau, mode="max", factor=0.5, patience=0)
-        for monitor in ("loss", "train_loss"):
-            plateau = LRSchedulerConfig(scheduler=never_better, monitor=monitor)
-            assert rates(scheduler=plateau) == [0.2, 0.2, 0.2, 0.2, 0.1, 0.1]
-        with pytest.raises(InputError, match="the scheduler monitors 'loss', but there is only train_loss after an epoch"):
-            trainer_of(comm, scheduler=never_better).fit(inputs(), batch_size=12, epochs=1)
-        model = tiled(NETWORK, comm, layout=some_layouts(comm.size)[0], batch_size=8)
-        optimizer = SGD(model.parameters())
-        Trainer(model, optimizer=optimizer, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
-        with pytest.raises(InputError, match="the scheduler is of another optimizer"):
-            Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
-
-    world(body)
+    half = partial(StepLR, step_size=1, gamma=0.5)
+    assert rates(scheduler=half) == [0.2, 0.2, 0.1, 0.1, 0.05, 0.05]
+    by_step = LRSchedulerConfig(scheduler=half, interval="step", frequency=2)
+    assert rates(scheduler=by_step) == [0.2, 0.1, 0.1, 0.05, 0.05, 0.025]
+    never_better = partial(ReduceLROnPlateau, mode="max", factor=0.5, patience=0)
+    for monitor in ("loss", "train_loss"):
+        plateau = LRSchedulerConfig(scheduler=never_better, monitor=monitor)
+        assert rates(scheduler=plateau) == [0.2, 0.2, 0.2, 0.2, 0.1, 0.1]
+    with pytest.raises(InputError, match="the scheduler monitors 'loss', but there is only train_loss after an epoch"):
+        trainer_of(comm, scheduler=never_better).fit(inputs(), batch_size=12, epochs=1)
+    model = tiled(NETWORK, comm, layout=some_layouts(comm.size)[0], batch_size=8)
+    optimizer = SGD(model.parameters())
+    Trainer(model, optimizer=optimizer, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
+    with pytest.raises(InputError, match="the scheduler is of another optimizer"):
+        Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
 
 
 class Ticking:
@@ -225,7 +209,7 @@ def test_checkpoints_by_time(world: World, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.ranks(1, 3)
-def test_metrics_by_name(world: World) -> None:
+def test_metrics_by_name(comm: AbstractCommunicator) -> None:
     x, y = inputs()
     with torch.no_grad():
         output = NETWORK(x)
@@ -235,18 +219,14 @@ def test_metrics_by_name(world: World) -> None:
         "mean_squared_error": F.mse_loss(output, targets).item(),
         "mean_absolute_error": F.l1_loss(output, targets).item(),
     }
-
-    def body(comm: AbstractCommunicator) -> None:
-        trainer = trainer_of(comm)
-        found = trainer.evaluate((x, y), batch_size=7, metrics=["accuracy"])
-        assert found["accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
-        names = ["mean_squared_error", "mean_absolute_error"]
-        by_shape = trainer_of(comm, loss=nn.MSELoss())
-        assert by_shape.evaluate((x, targets), batch_size=7, metrics=names) == pytest.approx(expected)
-        with pytest.raises(InputError, match=r"metrics \['f1'\]: give a list of names among accuracy, mean_absolute_error"):
-            trainer.evaluate((x, y), batch_size=7, metrics=["f1"])
-
-    world(body)
+    trainer = trainer_of(comm)
+    found = trainer.evaluate((x, y), batch_size=7, metrics=["accuracy"])
+    assert found["accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
+    names = ["mean_squared_error", "mean_absolute_error"]
+    by_shape = trainer_of(comm, loss=nn.MSELoss())
+    assert by_shape.evaluate((x, targets), batch_size=7, metrics=names) == pytest.approx(expected)
+    with pytest.raises(InputError, match=r"metrics \['f1'\]: give a list of names among accuracy, mean_absolute_error"):
+        trainer.evaluate((x, y), batch_size=7, metrics=["f1"])
 
 
 def test_the_axis_of_classes_is_found_or_asked_for() -> None:

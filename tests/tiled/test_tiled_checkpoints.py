@@ -1,7 +1,5 @@
 """A run that goes on from a checkpoint, in mid-epoch, has the numbers of the run that was not interrupted."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import with_shards
-from networks import GPT
+from networks import GPT, Written
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,11 +19,9 @@ import tatami
 from drawing import one_at_a_time
 from tatami import outputs
 from tatami.checkpoints import files as checkpoint_files
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, InputError
-from tatami.parallel import ResumableLoader
-from tatami.parallel.sampling import SynchronizedSampler
+from tatami.parallel import ResumableLoader, SynchronizedSampler
 from tatami.records import Records
 from tatami.state.training_state import share_out
 from tatami.testing.worlds import World
@@ -132,24 +128,20 @@ class LosesPower(Callback):
 
 @pytest.mark.parametrize("kind", ["tensors", "loader", "resumable"])
 @pytest.mark.ranks(1, 2, 3)
-def test_the_numbers_of_the_run_that_was_not_interrupted(world: World, folder: Path, kind: str) -> None:
+def test_the_numbers_of_the_run_that_was_not_interrupted(comm: AbstractCommunicator, folder: Path, kind: str) -> None:
     """Three batches in an epoch; saved after 2 of them (in mid-epoch), 4 (in mid-epoch) and 6 (at its end)."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        for index, layout in enumerate(some_layouts(comm.size)[-2:]):
-            straight, expected, _, noted = run(comm, None, layout, kind=kind)
-            for iterations in (2, 3, 5):
-                where = place / f"{index}-{iterations}"
-                first, _, _, _ = run(comm, where, layout, kind=kind, iterations=iterations)
-                rest, weights, trainer, again = run(comm, where, layout, kind=kind, resume=True)
-                assert first.losses + rest.losses == straight.losses, f"{iterations} on {layout}"
-                assert (trainer.iteration, trainer.epoch, rest.stopped) == (9, 3, "epochs")
-                assert again == noted
-                for name, value in expected.items():
-                    assert torch.equal(weights[name], value), name
-
-    world(body)
+    place: Path = comm.bcast_object(folder)
+    for index, layout in enumerate(some_layouts(comm.size)[-2:]):
+        straight, expected, _, noted = run(comm, None, layout, kind=kind)
+        for iterations in (2, 3, 5):
+            where = place / f"{index}-{iterations}"
+            first, _, _, _ = run(comm, where, layout, kind=kind, iterations=iterations)
+            rest, weights, trainer, again = run(comm, where, layout, kind=kind, resume=True)
+            assert first.losses + rest.losses == straight.losses, f"{iterations} on {layout}"
+            assert (trainer.iteration, trainer.epoch, rest.stopped) == (9, 3, "epochs")
+            assert again == noted
+            for name, value in expected.items():
+                assert torch.equal(weights[name], value), name
 
 
 def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) -> None:
@@ -168,22 +160,19 @@ def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) 
 
 
 @pytest.mark.ranks(2)
-def test_after_an_interrupted_update_the_last_checkpoint_counts(world: World, folder: Path) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        layout = some_layouts(comm.size)[0]
-        straight, expected, _, _ = run(comm, None, layout)
-        trainer = trainer_of(comm, place, layout, Noted(), LosesPower())
-        with pytest.raises(LostPowerError):
-            trainer.fit(inputs(), batch_size=BATCH, epochs=3)
-        rest, weights, again, _ = run(comm, place, layout, resume=True)
-        # That of update 4 is a checkpoint only if all ranks knew in time that it was written.
-        assert len(rest.losses) in (5, 7)
-        assert rest.losses == straight.losses[-len(rest.losses) :]
-        assert_close(weights, expected, what="weights")
-        assert again.iteration == 9
-
-    world(body)
+def test_after_an_interrupted_update_the_last_checkpoint_counts(comm: AbstractCommunicator, folder: Path) -> None:
+    place: Path = comm.bcast_object(folder)
+    layout = some_layouts(comm.size)[0]
+    straight, expected, _, _ = run(comm, None, layout)
+    trainer = trainer_of(comm, place, layout, Noted(), LosesPower())
+    with pytest.raises(LostPowerError):
+        trainer.fit(inputs(), batch_size=BATCH, epochs=3)
+    rest, weights, again, _ = run(comm, place, layout, resume=True)
+    # That of update 4 is a checkpoint only if all ranks knew in time that it was written.
+    assert len(rest.losses) in (5, 7)
+    assert rest.losses == straight.losses[-len(rest.losses) :]
+    assert_close(weights, expected, what="weights")
+    assert again.iteration == 9
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 4), (4, 2), (3, 3)])
@@ -220,21 +209,11 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
             assert_close(found, weights, what=f"weights of {sizes}")
 
 
-class Noisy(nn.Module):
-    """Draws by a function, which a tiled run cannot do as one machine does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.net(F.dropout(x, 0.5, self.training))
-        return result
-
-
 @pytest.mark.ranks(1, 2)
 def test_what_replicas_draw_for_themselves_goes_on(world: World, folder: Path) -> None:
-    built = Noisy().double()
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    # A tiled run cannot draw by a function as one machine does.
+    built = Written(lambda own, x: own.net(F.dropout(x, 0.5, own.training)), net=net).double()
 
     def body(comm: AbstractCommunicator) -> None:
         place: Path = comm.bcast_object(folder)
@@ -257,17 +236,14 @@ def test_what_replicas_draw_for_themselves_goes_on(world: World, folder: Path) -
 
 
 @pytest.mark.ranks(1, 2)
-def test_two_are_kept_and_what_ends_fit_is_saved(world: World, folder: Path) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        run(comm, place, some_layouts(comm.size)[0], iterations=5)
-        comm.barrier()
-        assert sorted(each.name for each in place.iterdir()) == ["step-00000004", "step-00000005"]
-        _, _, trainer, _ = run(comm, place, some_layouts(comm.size)[0], resume=True)
-        history = trainer.fit(inputs(), batch_size=BATCH, epochs=3, resume=True)
-        assert (history.losses, history.stopped, trainer.iteration) == ([], "epochs", 9)
-
-    world(body)
+def test_two_are_kept_and_what_ends_fit_is_saved(comm: AbstractCommunicator, folder: Path) -> None:
+    place: Path = comm.bcast_object(folder)
+    run(comm, place, some_layouts(comm.size)[0], iterations=5)
+    comm.barrier()
+    assert sorted(each.name for each in place.iterdir()) == ["step-00000004", "step-00000005"]
+    _, _, trainer, _ = run(comm, place, some_layouts(comm.size)[0], resume=True)
+    history = trainer.fit(inputs(), batch_size=BATCH, epochs=3, resume=True)
+    assert (history.losses, history.stopped, trainer.iteration) == ([], "epochs", 9)
 
 
 def test_where_it_goes_on_is_told_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,45 +307,39 @@ def test_a_run_that_survives_a_full_disk_goes_on_without_that_checkpoint_but_the
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_cannot_be_gone_on_with_is_refused_by_name(world: World, folder: Path) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        layout = some_layouts(comm.size)[0]
-        run(comm, place, layout, iterations=2)
+def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicator, folder: Path) -> None:
+    place: Path = comm.bcast_object(folder)
+    layout = some_layouts(comm.size)[0]
+    run(comm, place, layout, iterations=2)
 
-        def resumed(built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = place) -> None:
-            model = tiled(built, comm, layout=layout, batch_size=BATCH)
-            before = comm.bcast_object(whole_state_dict(model))
-            trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), seed=4)
-            try:
-                trainer.fit(inputs(), batch_size=batch_size, epochs=3, resume=where)
-            finally:
-                after = comm.bcast_object(whole_state_dict(model))
-                assert all(torch.equal(before[name], after[name]) for name in before)
+    def resumed(built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = place) -> None:
+        model = tiled(built, comm, layout=layout, batch_size=BATCH)
+        before = comm.bcast_object(whole_state_dict(model))
+        trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), seed=4)
+        try:
+            trainer.fit(inputs(), batch_size=batch_size, epochs=3, resume=where)
+        finally:
+            after = comm.bcast_object(whole_state_dict(model))
+            assert all(torch.equal(before[name], after[name]) for name in before)
 
-        other = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-        for arguments, match in (
-            ({"built": other}, r"(?s)of another network:.*0.weight has shape \(8, 4\), this network needs \(5, 4\)"),
-            (
-                {"built": NETWORK, "optimizer": partial(torch.optim.SGD, lr=0.1)},
-                "this state is of Adam, and the optimizer is SGD",
-            ),
-            ({"built": NETWORK, "batch_size": 9}, r"within an epoch over other data: batch_size 9 \(was 8\)"),
-            ({"built": NETWORK, "where": place / "nothing"}, "there is no checkpoint in .*nothing"),
-        ):
-            with pytest.raises(CheckpointError, match=match):
-                resumed(**arguments)
-        with pytest.raises(InputError, match=r"resume=True: the Trainer has no checkpoint=ModelCheckpoint\(dirpath=...\)"):
-            resumed(NETWORK, where=True)
-        comm.barrier()
-        if comm.rank == 0:
-            shard = next(iter(place.glob("step-00000002/rank-0000.safetensors")))
-            shard.write_bytes(shard.read_bytes()[:-1])
-        comm.barrier()
-        with pytest.raises(CheckpointError, match=r"rank-0000.safetensors is truncated"):
-            resumed(NETWORK)
-
-    world(body)
+    other = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    for arguments, match in (
+        ({"built": other}, r"(?s)of another network:.*0.weight has shape \(8, 4\), this network needs \(5, 4\)"),
+        ({"built": NETWORK, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "this state is of Adam, and the optimizer is SGD"),
+        ({"built": NETWORK, "batch_size": 9}, r"within an epoch over other data: batch_size 9 \(was 8\)"),
+        ({"built": NETWORK, "where": place / "nothing"}, "there is no checkpoint in .*nothing"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            resumed(**arguments)
+    with pytest.raises(InputError, match=r"resume=True: the Trainer has no checkpoint=ModelCheckpoint\(dirpath=...\)"):
+        resumed(NETWORK, where=True)
+    comm.barrier()
+    if comm.rank == 0:
+        shard = next(iter(place.glob("step-00000002/rank-0000.safetensors")))
+        shard.write_bytes(shard.read_bytes()[:-1])
+    comm.barrier()
+    with pytest.raises(CheckpointError, match=r"rank-0000.safetensors is truncated"):
+        resumed(NETWORK)
 
 
 def test_settings_that_cannot_be() -> None:

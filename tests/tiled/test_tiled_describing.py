@@ -1,8 +1,7 @@
 """What is told of a network: what is split by what, the share that is repeated, and what could not be followed."""
 
-from __future__ import annotations
-
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -45,9 +44,8 @@ def test_what_is_repeated_is_counted_as_what_is_split() -> None:
             super().__init__()
             self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 128)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.head(F.layer_norm(self.down(torch.relu(self.up(x))), (16,)))
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(F.layer_norm(self.down(torch.relu(self.up(x))), (16,)))
 
     found = described(Net(), torch.randn(4, 10, 16))
     assert [(part.kind, part.units) for part in found.split] == [("linear pair", 64)]
@@ -64,9 +62,8 @@ def test_the_products_of_a_bilinear_layer_are_counted() -> None:
             super().__init__()
             self.weight, self.last = nn.Parameter(torch.randn(8, 6, 6)), last
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.last(torch.tanh(F.bilinear(x, x, self.weight)))
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.last(torch.tanh(F.bilinear(x, x, self.weight)))
 
     (whole, split) = (described(Net(last), torch.randn(4, 6)) for last in (nn.Identity(), nn.Linear(8, 3, bias=False)))
     assert whole.repeated_fraction == 1.0
@@ -110,10 +107,9 @@ def test_frozen_layers_are_counted_and_every_layer_with_much_work_has_a_reason()
             self.gpt_layer = CASES["lora"].build().get_submodule("h.0")
             self.unused, self.head = nn.Linear(3, 3), nn.Linear(24, 5)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             letters = self.letters(x)
-            result: torch.Tensor = self.head(torch.cat((self.gpt_layer(letters), self.cell(letters)[0][..., :12]), -1))
-            return result
+            return self.head(torch.cat((self.gpt_layer(letters), self.cell(letters)[0][..., :12]), -1))
 
     model = Net()
     found = described(model, torch.randint(20, (4, 6)))
@@ -157,10 +153,9 @@ def test_the_line_that_puts_features_together_is_named() -> None:
             super().__init__()
             self.a, self.b, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(16, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             both = torch.cat((torch.relu(self.a(x)), torch.tanh(self.b(x))), dim=-1)
-            result: torch.Tensor = self.out(both)
-            return result
+            return self.out(both)
 
     model = Skipping()
     found = find_blocks(model, sample=torch.randn(4, 6))
@@ -175,12 +170,11 @@ def test_a_line_that_cannot_be_followed_is_named_with_what_to_do() -> None:
             super().__init__()
             self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             h = self.a(x)
             if self.a.weight.sum() > 100:
                 h = 2 * h
-            result: torch.Tensor = self.b(torch.relu(h))
-            return result
+            return self.b(torch.relu(h))
 
     found = described(nn.Sequential(Looks(), nn.Linear(8, 4)), torch.randn(4, 8))
     part = found.unfollowed[0]
@@ -205,21 +199,19 @@ def test_of_modules_in_each_other_the_innermost_is_told_of() -> None:
             super().__init__()
             self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             y = self.a(x)
             if self.a.weight.mean() > 0:
                 y = torch.tanh(y)
-            result: torch.Tensor = self.b(y)
-            return result
+            return self.b(y)
 
     class Around(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.inner(x)
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x)
 
     (part,) = described(Around(Around(Branching())), torch.randn(4, 8)).unfollowed
     assert (part.layer, part.names) == ("Branching", ("inner.inner",))

@@ -3,8 +3,6 @@
 These runs say nothing of CUDA. `tests/test_cuda.py` does, where there is a card.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +12,7 @@ import torch
 from torch import nn
 
 from pretend_device import DEVICE, PretendDevice, PretendTensor
-from tatami.comm import Op, run_threads
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, Op, run_threads
 from tatami.comm.transport import Transport
 from tatami.errors import InputError
 from tatami.runtime.phases import DevicePhases

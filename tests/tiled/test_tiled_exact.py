@@ -1,7 +1,5 @@
 """Exact: gradients and parameters of a tiled run are those of the plain run, for random networks, batches and layouts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Which state is put back where a loss stops being finite, and that keeping it costs a step next to nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,7 @@ from networks import CASES, build
 from safetensors.torch import load_file
 from torch import nn
 
-from tatami.comm import init
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm import AbstractCommunicator, init
 from tatami.errors import NotFiniteError
 from tatami.state.good_state import FIRST, MOST_APART, GoodState
 from tatami.testing.worlds import World
@@ -185,20 +182,17 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.ranks(1)
-def test_of_a_buffer_the_tensor_that_is_there_now_is_kept_and_put_back(world: World, tmp_path: Path) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tile(nn.Sequential(Shifted(), network()), comm, batch_size=3, speeds="equal", reduction="mean", quiet=True)
-        good = GoodState(model, folder=tmp_path)
-        held: dict[str, Any] = model.module.get_submodule("0")._buffers
-        for iteration in range(3):
-            held["mean"] = torch.full((4,), float(iteration), dtype=torch.float64)  # as modules do that keep a running mean
-            good.keep(iteration)
-        held["mean"], held["scratch"] = (torch.full((size,), float("nan"), dtype=torch.float64) for size in (4, 1))
-        assert "after iteration 2" in good.rescue()
-        assert held["mean"].tolist() == [2.0] * 4
-        assert held["scratch"].isnan()  # no part of the state
-
-    world(body)
+def test_of_a_buffer_the_tensor_that_is_there_now_is_kept_and_put_back(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    model = tile(nn.Sequential(Shifted(), network()), comm, batch_size=3, speeds="equal", reduction="mean", quiet=True)
+    good = GoodState(model, folder=tmp_path)
+    held: dict[str, Any] = model.module.get_submodule("0")._buffers
+    for iteration in range(3):
+        held["mean"] = torch.full((4,), float(iteration), dtype=torch.float64)  # as modules do that keep a running mean
+        good.keep(iteration)
+    held["mean"], held["scratch"] = (torch.full((size,), float("nan"), dtype=torch.float64) for size in (4, 1))
+    assert "after iteration 2" in good.rescue()
+    assert held["mean"].tolist() == [2.0] * 4
+    assert held["scratch"].isnan()  # no part of the state
 
 
 def test_one_rank_alone_computes_what_the_plain_loop_does_and_nothing_else() -> None:

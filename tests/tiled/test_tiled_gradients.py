@@ -5,8 +5,6 @@ several times with batches of different sizes; weights must agree to 1e-12 on 1 
 tiles, with ranks left out or without samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -44,9 +42,8 @@ class Net(nn.Module):
         self.second = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, width))
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.middle(self.first(x)))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.middle(self.first(x)))
 
 
 class Cell(nn.Module):
@@ -56,9 +53,8 @@ class Cell(nn.Module):
         super().__init__()
         self.pair = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.tanh(self.pair(torch.cat((x, state), 1)))
-        return result
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> Any:
+        return torch.tanh(self.pair(torch.cat((x, state), 1)))
 
 
 class Checkpointed(Net):
@@ -69,10 +65,9 @@ class Checkpointed(Net):
         self.reentrant = reentrant
         self.norm = nn.BatchNorm1d(5, track_running_stats=False) if draws else nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden: Any = self.middle(self.norm(checkpoint(self.first, x, use_reentrant=self.reentrant)))
-        result: torch.Tensor = checkpoint(self.second, hidden, use_reentrant=self.reentrant) * self.scale
-        return result
+        return checkpoint(self.second, hidden, use_reentrant=self.reentrant) * self.scale
 
 
 class Tied(nn.Module):
@@ -85,9 +80,8 @@ class Tied(nn.Module):
         self.pair, self.unused = Net().first, nn.Linear(2, 2)
         self.back = nn.Linear(5, 4).requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.out(torch.tanh(self.back(self.pair(self.into(x)))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.out(torch.tanh(self.back(self.pair(self.into(x)))))
 
 
 def inner(model: Any) -> Any:

@@ -1,7 +1,5 @@
 """Networks of Hugging Face as they come, in tiny configurations: GPT-2, Llama, Mixtral, BERT and T5."""
 
-from __future__ import annotations
-
 import collections
 import importlib.util
 from dataclasses import replace

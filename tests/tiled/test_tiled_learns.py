@@ -1,7 +1,5 @@
 """Real data: a tiled run learns what the plain torch run from the same seed learns, within half a point."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

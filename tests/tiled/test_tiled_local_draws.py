@@ -1,10 +1,9 @@
 """`random="local"`: layers that cannot draw as the plain model does draw for each replica by itself, its ranks alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Written
 from torch import nn
 
 from drawing import one_at_a_time
@@ -86,12 +85,9 @@ def test_without_it_the_error_says_so() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_random_draws_of_another_kind(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match="random must be 'plain' or 'local', not 'none'"):
-            tile(network(), comm, batch_size=4, speeds="equal", random="none")  # type: ignore[arg-type]
-
-    world(body)
+def test_random_draws_of_another_kind(comm: AbstractCommunicator) -> None:
+    with pytest.raises(InputError, match="random must be 'plain' or 'local', not 'none'"):
+        tile(network(), comm, batch_size=4, speeds="equal", random="none")  # type: ignore[arg-type]
 
 
 class Variational(nn.Module):
@@ -151,24 +147,13 @@ def test_a_network_that_draws_and_mixes_its_samples_is_still_told_apart() -> Non
         find_blocks(Mixing(), sample=torch.rand(6, 5), random="local")
 
 
-class Looked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.rand(5, 3))
-        self.pair = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.pair(F.embedding(x, self.table, sparse=True))
-        return result
-
-
 @pytest.mark.ranks(2)
-def test_sparse_gradients_are_refused_by_name(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        layout = simple_layout([0], [1])
-        model = tile(Looked(), comm, batch_size=4, speeds="equal", layout=layout, reduction="mean")
-        loss = model(model.local(torch.arange(4))).mean()
-        with pytest.raises(ModelError, match=r"the gradient of table is torch\.sparse_coo"):
-            loss.backward()
-
-    world(body)
+def test_sparse_gradients_are_refused_by_name(comm: AbstractCommunicator) -> None:
+    layout = simple_layout([0], [1])
+    pair = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    table = nn.Parameter(torch.rand(5, 3))
+    looked = Written(lambda net, x: net.pair(F.embedding(x, net.table, sparse=True)), table=table, pair=pair)
+    model = tile(looked, comm, batch_size=4, speeds="equal", layout=layout, reduction="mean")
+    loss = model(model.local(torch.arange(4))).mean()
+    with pytest.raises(ModelError, match=r"the gradient of table is torch\.sparse_coo"):
+        loss.backward()

@@ -1,7 +1,5 @@
 """A hand-written loop around a tiled model works like one around the plain model, whatever it does."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import SAMPLES, check_equal, check_loop
+from networks import Written
 from torch import nn
 
 from drawing import one_at_a_time
@@ -29,15 +28,12 @@ def mlp(seed: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
 
 
-def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        loss = model(model.local(x_of(SAMPLES, 4))).square().mean()
+def test_a_second_backward_through_the_same_graph_is_refused_as_ever(comm: AbstractCommunicator) -> None:
+    model = tiled(mlp(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    loss = model(model.local(x_of(SAMPLES, 4))).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-
-    world(body)
 
 
 class Outputs(nn.Module):
@@ -68,18 +64,10 @@ def test_outputs_in_dicts_and_tuples_and_inputs_by_keyword(world: World, reducti
 
 
 def test_outputs_may_be_objects(world: World) -> None:
-    class Opaque(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair = mlp()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return SimpleNamespace(logits=self.pair(x))
-
     def loop(model: Any, local: Any) -> None:
         model(local(x_of(SAMPLES, 4))).logits.square().mean().backward()
 
-    check_loop(world, Opaque, loop)
+    check_loop(world, lambda: Written(lambda net, x: SimpleNamespace(logits=net.pair(x)), pair=mlp()), loop)
 
 
 def test_outputs_may_be_changed_in_place(world: World) -> None:
@@ -105,9 +93,8 @@ def test_parameters_that_share_a_gradient_tensor_are_each_summed_once(world: Wor
             self.shift = nn.Parameter(torch.rand(1, 4))
             self.again = nn.Parameter(torch.rand(1, 4))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.pair(self.before(x)) + self.shift + self.again
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.pair(self.before(x)) + self.shift + self.again
 
     def loop(model: Any, local: Any) -> None:
         model(local(x_of(SAMPLES, 4))).square().sum().backward()
@@ -133,7 +120,7 @@ def test_frozen_after_tiling_and_thawed_again(world: World) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str, frozen: bool) -> None:
+def test_inputs_get_the_gradient_of_the_global_loss(comm: AbstractCommunicator, reduction: str, frozen: bool) -> None:
     """Also where no parameter has one."""
     built = mlp().requires_grad_(not frozen)
     whole = x_of(SAMPLES, 3, 4).requires_grad_()
@@ -141,15 +128,11 @@ def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str
     loss.backward()  # type: ignore[no-untyped-call]
     assert whole.grad is not None
     expected = whole.grad
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
-            x = model.local(x_of(SAMPLES, 3, 4)).clone().requires_grad_()
-            getattr(model(x).square(), reduction)().backward()
-            assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
-
-    world(body)
+    for layout in some_layouts(comm.size):
+        model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
+        x = model.local(x_of(SAMPLES, 3, 4)).clone().requires_grad_()
+        getattr(model(x).square(), reduction)().backward()
+        assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
 
 
 def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> None:
@@ -199,9 +182,8 @@ def test_layers_shared_by_name_stay_shared(world: World) -> None:
             self.scale = nn.Parameter(torch.rand(4))
             self.same_scale = self.scale
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.same_drop(self.pair(self.drop(x)) * self.scale) * self.same_scale
-            return result
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.same_drop(self.pair(self.drop(x)) * self.scale) * self.same_scale
 
     def loop(model: Any, local: Any) -> None:
         model(local(x_of(SAMPLES, 4))).square().mean().backward()
@@ -210,7 +192,7 @@ def test_layers_shared_by_name_stay_shared(world: World) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(world: World) -> None:
+def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(comm: AbstractCommunicator) -> None:
     """A loss that is still alive holds on to autograd's accumulators of the parameters as they were before the re-tiling."""
     plain = mlp()
     steps = optimizers(torch.float64)["adam"](plain.parameters())
@@ -220,27 +202,23 @@ def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(world: W
         plain(x_of(SAMPLES, 4, seed=seed + 10)).square().mean().backward()
         steps.step()
     built = mlp()
-
-    def body(comm: AbstractCommunicator) -> None:
-        layouts = some_layouts(comm.size)
-        model = tiled(built, comm, layout=layouts[-1], batch_size=SAMPLES)
-        steps = optimizers(torch.float64)["adam"](model.parameters())
-        identities = [id(parameter) for parameter in model.parameters()]
-        alive = []
-        for seed in range(3):
-            steps.zero_grad()
-            loss = model(model.local(x_of(SAMPLES, 4, seed=seed))).square().mean()
-            loss.backward()
-            alive.append(loss)
-            move(model, layouts[seed % len(layouts)], optimizer=steps)
-            model(model.local(x_of(SAMPLES, 4, seed=seed + 10))).square().mean().backward()
-            steps.step()
-        assert identities == [id(parameter) for parameter in model.parameters()]
-        assert [id(p) for group in steps.param_groups for p in group["params"]] == identities
-        assert {int(steps.state[p]["step"]) for p in model.parameters()} == {3}
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
-
-    world(body)
+    layouts = some_layouts(comm.size)
+    model = tiled(built, comm, layout=layouts[-1], batch_size=SAMPLES)
+    steps = optimizers(torch.float64)["adam"](model.parameters())
+    identities = [id(parameter) for parameter in model.parameters()]
+    alive = []
+    for seed in range(3):
+        steps.zero_grad()
+        loss = model(model.local(x_of(SAMPLES, 4, seed=seed))).square().mean()
+        loss.backward()
+        alive.append(loss)
+        move(model, layouts[seed % len(layouts)], optimizer=steps)
+        model(model.local(x_of(SAMPLES, 4, seed=seed + 10))).square().mean().backward()
+        steps.step()
+    assert identities == [id(parameter) for parameter in model.parameters()]
+    assert [id(p) for group in steps.param_groups for p in group["params"]] == identities
+    assert {int(steps.state[p]["step"]) for p in model.parameters()} == {3}
+    assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -260,15 +238,12 @@ def test_a_rank_left_out_and_brought_back_has_its_optimizer_state(world: World) 
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_rank_that_is_left_out_holds_no_rows(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
-        move(model, simple_layout(list(range(1, comm.size))), optimizer=None)
-        if comm.rank == 0:
-            assert model.tile is None
-            assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
-
-    world(body)
+def test_a_rank_that_is_left_out_holds_no_rows(comm: AbstractCommunicator) -> None:
+    model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
+    move(model, simple_layout(list(range(1, comm.size))), optimizer=None)
+    if comm.rank == 0:
+        assert model.tile is None
+        assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
 
 
 def test_the_given_model_is_not_changed_and_may_be_of_any_dtype(world: World) -> None:

@@ -1,9 +1,8 @@
 """A loss whose reduction is not known is refused before a gradient could be wrong; one that tells is taken at its word."""
 
-from __future__ import annotations
-
 import functools
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from equal_runs import SAMPLES, check_fit, plain_fit
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.runtime.losses import reduction_of, setting_of
@@ -21,12 +20,7 @@ from tatami.train import History, TiledModel, Trainer
 from tiled_rig import assert_close, gradients, some_layouts, tiled, whole_gradients
 
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+network = partial(mlp, 4, 6, 3)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,29 +110,25 @@ def test_a_lambda_in_the_trainer(world: World, told: str) -> None:
 
 
 @pytest.mark.parametrize("told", [None, "sum", "mean"])
-def test_a_loop_written_by_hand_goes_backward_only_where_it_is_known(world: World, told: str | None) -> None:
+def test_a_loop_written_by_hand_goes_backward_only_where_it_is_known(comm: AbstractCommunicator, told: str | None) -> None:
     plain, (x, y) = network(), batch()
     torch.autograd.backward(F.mse_loss(plain(x), y, reduction=told or "mean"))
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=told)
-            here_x, here_y = model.local(x, y)
-            if told is None:
-                with torch.no_grad():
-                    model(here_x)
-                loss = F.mse_loss(model(here_x), here_y)
-                with pytest.raises(InputError, match=r"does not know whether the loss.*Give tatami.tile reduction='mean' or"):
-                    torch.autograd.backward(loss)
-                assert all(parameter.grad is None for parameter in model.parameters())
-                model.reduction = "mean"
-            torch.autograd.backward(F.mse_loss(model(here_x), here_y, reduction=told or "mean"))
-            assert_close(whole_gradients(model), gradients(plain), what=f"gradients on {layout}")
-            with pytest.raises(InputError, match="reduction must be 'mean' or 'sum'"):
-                model.reduction = "none"  # type: ignore[assignment]
-
-    world(body)
+    for layout in some_layouts(comm.size):
+        model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=told)
+        here_x, here_y = model.local(x, y)
+        if told is None:
+            with torch.no_grad():
+                model(here_x)
+            loss = F.mse_loss(model(here_x), here_y)
+            with pytest.raises(InputError, match=r"does not know whether the loss.*Give tatami.tile reduction='mean' or"):
+                torch.autograd.backward(loss)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            model.reduction = "mean"
+        torch.autograd.backward(F.mse_loss(model(here_x), here_y, reduction=told or "mean"))
+        assert_close(whole_gradients(model), gradients(plain), what=f"gradients on {layout}")
+        with pytest.raises(InputError, match="reduction must be 'mean' or 'sum'"):
+            model.reduction = "none"  # type: ignore[assignment]
 
 
 def variance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -172,14 +162,13 @@ def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         (summed, "sum", True),
     ],
 )
-def test_a_loss_of_ones_own_is_tried_on_the_first_batch(world: World, loss: Any, reduction: Any, is_taken: bool) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        trainer = Trainer(tiled(network(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES),
-                          optimizer=SGD, loss=loss, reduction=reduction)  # fmt: skip
-        if is_taken:
-            assert trainer.fit(batch(), batch_size=SAMPLES, epochs=1).losses
-            return
-        with pytest.raises(InputError, match=f"is said to be the {reduction} over the samples of a batch, and is not"):
-            trainer.fit(batch(), batch_size=SAMPLES, epochs=1)
-
-    world(body)
+def test_a_loss_of_ones_own_is_tried_on_the_first_batch(
+    comm: AbstractCommunicator, loss: Any, reduction: Any, is_taken: bool
+) -> None:
+    trainer = Trainer(tiled(network(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES),
+                      optimizer=SGD, loss=loss, reduction=reduction)  # fmt: skip
+    if is_taken:
+        assert trainer.fit(batch(), batch_size=SAMPLES, epochs=1).losses
+        return
+    with pytest.raises(InputError, match=f"is said to be the {reduction} over the samples of a batch, and is not"):
+        trainer.fit(batch(), batch_size=SAMPLES, epochs=1)

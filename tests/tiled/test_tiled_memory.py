@@ -1,10 +1,10 @@
 """Memory of real networks: what plans say that a rank keeps is what it keeps, counted tensor by tensor, or more."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tatami
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
-from tatami.comm.wrapper import Recording
+from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.errors import InputError, MemoryLackError
 from tatami.partition.tracing.saved_activations import Keeping
 from tatami.state.good_state import GoodState
@@ -305,3 +303,39 @@ def test_plans_count_the_moments_that_the_optimizer_is_said_to_keep() -> None:
     assert [each.update_bytes_per_parameter for each in (adam, momentum, plain)] == [8.0, 0.0, 0.0]
     with pytest.raises(InputError, match="optimizer_moments must be at least 0, not -1"):
         run_threads(lambda comm: tile(network, comm, batch_size=4, optimizer_moments=-1), size=1)
+
+
+FREES = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+import tatami
+from tatami.cluster import Cluster, Processor
+
+memory = {"memory": sys.argv[1]} if sys.argv[1:] else {}
+cluster = Cluster(processors=(Processor(name="p0", speed=1.0, **memory),))
+tatami.tile(nn.Linear(8, 8), tatami.init(), batch_size=4, speeds=cluster, reduction="mean", quiet=True)
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+torch.ones(4 * 2**20)  # its 16 MiB make glibc keep all that is smaller
+torch.ones(4 * 2**20)
+before = resident_mib()
+held = [torch.ones(2**19) for _ in range(40)]  # 2 MiB each
+grown = resident_mib() - before
+held = held[1::2]
+print(grown, resident_mib() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is Linux's")
+@pytest.mark.parametrize("memory", ["2 KiB", "8 GiB"])
+def test_a_rank_whose_memory_a_plan_fills_keeps_no_holes(memory: str) -> None:
+    """A linear layer of 8 by 8 takes a good part of 2 KiB, and next to nothing of 8 GiB."""
+    done = subprocess.run([sys.executable, "-c", FREES, memory], capture_output=True, text=True, timeout=300, check=True)
+    grown, left = map(float, done.stdout.split())
+    assert grown > 50
+    share = 0.5 if memory == "2 KiB" else 1.0
+    assert left == pytest.approx(share * grown, abs=10), "every second of 40 tensors of 2 MiB is gone"

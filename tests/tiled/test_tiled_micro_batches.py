@@ -1,7 +1,5 @@
 """A replica may compute its samples in parts, one after another: gradients, draws and losses are those of one machine."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,12 +112,11 @@ class TimeFirst(nn.Module):
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
         self.dropouts = nn.ModuleList([nn.Dropout(0.3), nn.Dropout(0.2)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         y = torch.tanh(self.first(x).transpose(0, 1))
         for dropout in self.dropouts:
             y = torch.tanh(dropout(y))
-        result: torch.Tensor = self.last(y.mean(0))
-        return result
+        return self.last(y.mean(0))
 
 
 @pytest.mark.threads_only
@@ -187,33 +184,30 @@ def test_the_trainer_computes_micro_batches_and_counts_targets_over_all_of_them(
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(1, 2)
-def test_what_is_wrong_with_micro_batches_is_refused(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        x, y = next(batches())
-        layout = in_micro_batches(some_layouts(comm.size)[0])
-        model = tiled(network(), comm, layout=layout, batch_size=SIZES[0])
-        losses: list[Any] = [F.cross_entropy(model(x), y) for x, y in model.micro_batches(x, y)]
-        with pytest.raises(InputError, match=r"backward\(\) of a micro-batch comes after the loop"):
-            losses[0].backward()
-        with pytest.raises(InputError, match="there are 2 losses, but the last batch had 3 micro-batches"):
-            model.global_loss(losses[:2])
-        for here_x, here_y in model.micro_batches(x, y):
-            F.cross_entropy(model(here_x), here_y).backward()  # type: ignore[no-untyped-call]
-            break
-        assert all(parameter.grad is None for parameter in model.parameters())
-        with pytest.raises(TrainingError, match="was left before its end"):
-            next(model.micro_batches(x, y))
-        normed = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-        with pytest.raises(PlanError, match="batch normalization takes the statistics of the whole batch"):
-            tiled(normed, comm, layout=in_micro_batches(simple_layout([0], *([r] for r in range(1, comm.size)))), batch_size=9)
-        sums = tiled(network(), comm, layout=layout, batch_size=SIZES[0], reduction="sum")
-        loop = sums.micro_batches(x, y)
-        here_x, here_y = next(loop)
-        penalised = F.cross_entropy(sums(here_x), here_y, reduction="sum") + next(sums.parameters()).square().sum()
-        with pytest.raises(InputError, match="every replica and micro-batch adds that term"):
-            penalised.backward()  # type: ignore[no-untyped-call]
-
-    world(body)
+def test_what_is_wrong_with_micro_batches_is_refused(comm: AbstractCommunicator) -> None:
+    x, y = next(batches())
+    layout = in_micro_batches(some_layouts(comm.size)[0])
+    model = tiled(network(), comm, layout=layout, batch_size=SIZES[0])
+    losses: list[Any] = [F.cross_entropy(model(x), y) for x, y in model.micro_batches(x, y)]
+    with pytest.raises(InputError, match=r"backward\(\) of a micro-batch comes after the loop"):
+        losses[0].backward()
+    with pytest.raises(InputError, match="there are 2 losses, but the last batch had 3 micro-batches"):
+        model.global_loss(losses[:2])
+    for here_x, here_y in model.micro_batches(x, y):
+        F.cross_entropy(model(here_x), here_y).backward()  # type: ignore[no-untyped-call]
+        break
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(TrainingError, match="was left before its end"):
+        next(model.micro_batches(x, y))
+    normed = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    with pytest.raises(PlanError, match="batch normalization takes the statistics of the whole batch"):
+        tiled(normed, comm, layout=in_micro_batches(simple_layout([0], *([r] for r in range(1, comm.size)))), batch_size=9)
+    sums = tiled(network(), comm, layout=layout, batch_size=SIZES[0], reduction="sum")
+    loop = sums.micro_batches(x, y)
+    here_x, here_y = next(loop)
+    penalised = F.cross_entropy(sums(here_x), here_y, reduction="sum") + next(sums.parameters()).square().sum()
+    with pytest.raises(InputError, match="every replica and micro-batch adds that term"):
+        penalised.backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.threads_only

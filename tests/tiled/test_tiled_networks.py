@@ -1,7 +1,5 @@
 """Networks that people train, as they come: which blocks are found, and that tiled runs equal plain ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

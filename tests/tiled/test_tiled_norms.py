@@ -1,7 +1,5 @@
 """Norms of gradients and weights: torch's own functions see the units of all ranks, and clip as on one machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -132,31 +130,28 @@ def test_get_total_norm(world: World, what: str, norm_type: float, foreach: bool
 
 @pytest.mark.parametrize("way", ["torch", "model"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_norms_that_are_not_finite(world: World, way: str, bad: float) -> None:
+def test_norms_that_are_not_finite(comm: AbstractCommunicator, way: str, bad: float) -> None:
     built = network()
 
-    def body(comm: AbstractCommunicator) -> None:
-        def clip(*, strict: bool) -> float:
-            if way == "model":
-                return model.clip_grad_norm_(0.01, error_if_nonfinite=strict)
-            return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, error_if_nonfinite=strict).item()
+    def clip(*, strict: bool) -> float:
+        if way == "model":
+            return model.clip_grad_norm_(0.01, error_if_nonfinite=strict)
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, error_if_nonfinite=strict).item()
 
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        backward(model, model.local)
-        first = model.tiled_parameters()[0].grad
-        assert first is not None
-        if comm.rank == 0:
-            first[0, 0] = bad
-        before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        with pytest.raises(TrainingError if way == "model" else RuntimeError, match=r"cannot be clipped"):
-            clip(strict=True)
-        for parameter, was in zip(model.parameters(), before, strict=True):
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad.nan_to_num(), was.nan_to_num())
-        assert not math.isfinite(clip(strict=False))
-        comm.barrier()
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    backward(model, model.local)
+    first = model.tiled_parameters()[0].grad
+    assert first is not None
+    if comm.rank == 0:
+        first[0, 0] = bad
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    with pytest.raises(TrainingError if way == "model" else RuntimeError, match=r"cannot be clipped"):
+        clip(strict=True)
+    for parameter, was in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad.nan_to_num(), was.nan_to_num())
+    assert not math.isfinite(clip(strict=False))
+    comm.barrier()
 
 
 @pytest.mark.ranks(2, 3)
@@ -178,63 +173,53 @@ def test_networks_of_many_kinds_of_blocks(world: World, name: str, way: str) -> 
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_clipping_is_one_exchange_and_none_without_tiles(world: World) -> None:
+def test_clipping_is_one_exchange_and_none_without_tiles(comm: AbstractCommunicator) -> None:
     built = network()
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    backward(model, model.local)
+    calls = []
+    original = model.comm.allreduce
 
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        backward(model, model.local)
-        calls = []
-        original = model.comm.allreduce
+    def noting(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        original(*args, **kwargs)
 
-        def noting(*args: Any, **kwargs: Any) -> None:
-            calls.append(args)
-            original(*args, **kwargs)
-
-        model.comm.allreduce = noting  # type: ignore[method-assign]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
-        assert len(calls) == 1
-        model.clip_grad_norm_(0.01)
-        assert len(calls) == 2
-        torch.nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.01)
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        assert len(calls) == 2
-
-    world(body)
+    model.comm.allreduce = noting  # type: ignore[method-assign]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
+    assert len(calls) == 1
+    model.clip_grad_norm_(0.01)
+    assert len(calls) == 2
+    torch.nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.01)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    assert len(calls) == 2
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
-def test_a_norm_that_one_rank_alone_asks_for_ends_with_an_error(world: World) -> None:
+def test_a_norm_that_one_rank_alone_asks_for_ends_with_an_error(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        backward(model, model.local)
-        model.comm.timeout_s = 0.2
-        if comm.rank == 0:
-            with pytest.raises(CommError):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        comm.barrier()
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    backward(model, model.local)
+    model.comm.timeout_s = 0.2
+    if comm.rank == 0:
+        with pytest.raises(CommError):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    comm.barrier()
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.Adafactor])
-def test_optimizers_that_look_at_whole_weights_are_refused_in_loops_written_by_hand(world: World, optimizer: Any) -> None:
+def test_optimizers_that_look_at_whole_weights_are_refused_in_loops_written_by_hand(
+    comm: AbstractCommunicator, optimizer: Any
+) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
-        backward(model, model.local)
-        before = [parameter.clone() for parameter in model.parameters()]
-        with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
-            optimizer(model.parameters(), lr=0.1).step(lambda: torch.tensor(1.0))
-        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
-        optimizer([nn.Parameter(torch.ones(2, 2))], lr=0.1).step(lambda: torch.tensor(1.0))
-
-    world(body)
+    model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
+    backward(model, model.local)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
+        optimizer(model.parameters(), lr=0.1).step(lambda: torch.tensor(1.0))
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    optimizer([nn.Parameter(torch.ones(2, 2))], lr=0.1).step(lambda: torch.tensor(1.0))
 
 
 def test_a_torch_that_clips_in_another_way_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Networks that change themselves, or look at their batch or weights in odd ways: exact as they come, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re
@@ -15,13 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import check_case, check_equal, check_loop, loss_of, random_layout
-from networks import Case, Fused, build
+from networks import Case, Fused, Written, build, reals
 from torch import nn
 
 import tatami
 from drawing import one_at_a_time
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import InputError, ModelError
 from tatami.model.describing import describe
 from tatami.testing.worlds import World
@@ -32,49 +29,34 @@ from tiled_rig import assert_close, simple_layout
 Forward = Callable[..., Any]
 
 
-class Written(nn.Module):
-    """A pair of linear layers, and a forward pass that is given."""
-
-    def __init__(self, forward: Forward, **buffers: torch.Tensor) -> None:
-        super().__init__()
-        self.pair = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.written = (forward,)
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.written[0](self, x)
+def paired(forward: Forward, **buffers: torch.Tensor) -> Written:
+    return Written(forward, pair=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), **buffers)
 
 
-def moving_mean(net: Any, x: torch.Tensor) -> torch.Tensor:
+def moving_mean(net: Any, x: torch.Tensor) -> Any:
     if net.training:
         net.mean = 0.5 * net.mean + 0.5 * x.detach().mean(0)
-    result: torch.Tensor = net.pair(x - net.mean)
-    return result
+    return net.pair(x - net.mean)
 
 
-def moving_mean_in_place(net: Any, x: torch.Tensor) -> torch.Tensor:
+def moving_mean_in_place(net: Any, x: torch.Tensor) -> Any:
     net.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
-    result: torch.Tensor = net.pair(x)
-    return result
+    return net.pair(x)
 
 
-def remembering(net: Any, x: torch.Tensor) -> torch.Tensor:
+def remembering(net: Any, x: torch.Tensor) -> Any:
     before = getattr(net, "last", 0.0)
     net.last = x.detach().sum()
-    result: torch.Tensor = net.pair(x) + 0.1 * before
-    return result
+    return net.pair(x) + 0.1 * before
 
 
-def clamped(net: Any, x: torch.Tensor) -> torch.Tensor:
+def clamped(net: Any, x: torch.Tensor) -> Any:
     net.pair[0].weight.data.clamp_(-0.1, 0.1)
-    result: torch.Tensor = net.pair(x)
-    return result
+    return net.pair(x)
 
 
-def drawn_in_python(net: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = net.pair(x) if random.random() < 0.5 else x
-    return result
+def drawn_in_python(net: Any, x: torch.Tensor) -> Any:
+    return net.pair(x) if random.random() < 0.5 else x
 
 
 def balanced(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -110,14 +92,12 @@ def keeping_a_sum(net: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def contrasted(net: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = net.pair(x) @ x.T
-    return result
+def contrasted(net: Any, x: torch.Tensor) -> Any:
+    return net.pair(x) @ x.T
 
 
-def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.eye(4) @ net.pair(x)
-    return result
+def whole_only(net: Any, x: torch.Tensor) -> Any:
+    return torch.eye(4) @ net.pair(x)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +118,7 @@ def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_left_of_it(forward: Forward, match: str) -> None:
     torch.manual_seed(0)
-    model = Written(forward, mean=torch.zeros(6))
+    model = paired(forward, mean=torch.zeros(6))
     state, mean = copy.deepcopy(model.state_dict()), model.get_buffer("mean")
     names = set(vars(model))
     with pytest.raises(ModelError, match=match):
@@ -153,7 +133,7 @@ def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_lef
 def test_a_number_that_is_kept_must_be_what_the_reduction_says(forward: Forward, fits: Any, other: Any) -> None:
     def body(comm: AbstractCommunicator) -> None:
         torch.manual_seed(0)
-        model = Written(forward)
+        model = paired(forward)
         with pytest.raises(ModelError, match=f"is the {fits} of what its samples give, and the reduction is '{other}'"):
             tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=other)
         tiled = tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=fits)
@@ -165,7 +145,7 @@ def test_a_number_that_is_kept_must_be_what_the_reduction_says(forward: Forward,
 
 @pytest.mark.parametrize("forward", [moving_mean, moving_mean_in_place])
 def test_without_a_sample_batch_what_is_kept_of_samples_is_seen_as_well(forward: Forward) -> None:
-    model = Written(forward, mean=torch.zeros(6))
+    model = paired(forward, mean=torch.zeros(6))
     with pytest.raises(ModelError, match=r"keeps something of its samples for later \(mean\)"):
         tatami.plan(model, speeds=[1, 1], batch_size=4)
     assert type(model.get_buffer("mean")) is torch.Tensor
@@ -182,26 +162,12 @@ class CountingHeads(nn.Module):
         self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
         self.register_buffer("steps", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         if self.training:
             self.steps += 1
         q, k, v = self.qkv(x).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        result: torch.Tensor = self.out(y) / (1 + 0.1 * self.steps)
-        return result
-
-
-class Viewed(nn.Module):
-    """Convolutions on images that come as rows, with the views that torch's own examples have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 4, 3), nn.Linear(16, 9), nn.Linear(9, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.relu(self.b(torch.relu(self.a(x.view(-1, 1, 6, 6)))))
-        result: torch.Tensor = self.d(torch.relu(self.c(h.view(-1, 16))))
-        return result
+        return self.out(y) / (1 + 0.1 * self.steps)
 
 
 class Beside(nn.Module):
@@ -212,12 +178,11 @@ class Beside(nn.Module):
         self.norm = self.same = nn.LayerNorm(12)
         self.qkv, self.out, self.up, self.down = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 10), nn.Linear(10, 12)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.same(x)
         q, k, v = self.qkv(h).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        result: torch.Tensor = x + self.out(y) + self.down(F.gelu(self.up(h)))
-        return result
+        return x + self.out(y) + self.down(F.gelu(self.up(h)))
 
 
 class Summed(nn.Module):
@@ -234,109 +199,67 @@ class Summed(nn.Module):
         return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), self.out)
 
 
-class Gated(nn.Module):
-    """A gate of torch's own between convolutions."""
+def viewed() -> nn.Module:
+    """Convolutions on images that come as rows, with the views that torch's own examples have."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv1d(4, 10, 3, padding=1), nn.Conv1d(5, 4, 1)
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        h = torch.relu(net.b(torch.relu(net.a(x.view(-1, 1, 6, 6)))))
+        return net.d(torch.relu(net.c(h.view(-1, 16))))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.b(F.glu(self.a(x), 1))
-        return result
+    return Written(forward, a=nn.Conv2d(1, 6, 3), b=nn.Conv2d(6, 4, 3), c=nn.Linear(16, 9), d=nn.Linear(9, 3))
 
 
-class Mirrored(nn.Module):
+def mirrored(net: Any, x: torch.Tensor) -> Any:
     """An activation and its mirror image beside each other; each hidden unit is on two places of the layer after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 5), nn.Linear(10, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.a(x)
-        result: torch.Tensor = self.b(torch.cat((torch.relu(h), torch.relu(-h)), dim=-1))
-        return result
+    h = net.a(x)
+    return net.b(torch.cat((torch.relu(h), torch.relu(-h)), dim=-1))
 
 
-class TwoBranches(nn.Module):
+def two_branches(net: Any, x: torch.Tensor) -> Any:
     """Hidden units of two kinds from one layer, by slices; half as many of one as of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.one, self.two = nn.Linear(6, 12), nn.Linear(4, 3), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        result: torch.Tensor = self.one(torch.tanh(h[..., :4])) * 2 + self.two(torch.relu(h[..., 4:]))
-        return result
+    h = net.up(x)
+    return net.one(torch.tanh(h[..., :4])) * 2 + net.two(torch.relu(h[..., 4:]))
 
 
-class Biaffine(nn.Module):
+def biaffine() -> nn.Module:
     """Products of two tensors: of two layers' results, of one with itself, and at the end, where nothing sums over them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.both, self.mixed = nn.Linear(6, 5), nn.Linear(6, 4), nn.Bilinear(5, 4, 7), nn.Linear(7, 3)
-        self.square, self.narrow, self.last = nn.Bilinear(3, 3, 8, bias=False), nn.Linear(8, 5), nn.Bilinear(5, 6, 3)
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        h = net.mixed(torch.tanh(net.both(torch.relu(net.a(x)), torch.relu(net.b(x)))))
+        return net.last(net.narrow(F.gelu(net.square(h, h))), x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.mixed(torch.tanh(self.both(torch.relu(self.a(x)), torch.relu(self.b(x)))))
-        result: torch.Tensor = self.last(self.narrow(F.gelu(self.square(h, h))), x)
-        return result
-
-
-class BilinearAlone(nn.Module):
-    """Nothing that sums over units, and no other layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Bilinear(6, 6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layer(x, x.flip(-1))
-        return result
+    first = {"a": nn.Linear(6, 5), "b": nn.Linear(6, 4), "both": nn.Bilinear(5, 4, 7), "mixed": nn.Linear(7, 3)}
+    square = nn.Bilinear(3, 3, 8, bias=False)
+    return Written(forward, **first, square=square, narrow=nn.Linear(8, 5), last=nn.Bilinear(5, 6, 3))
 
 
 ODD = {
-    "biaffine": Case(
-        build=Biaffine,
-        draw=lambda n, g: (torch.rand(n, 2, 6, generator=g, dtype=torch.float64),),
-        blocks=("linear pair", "linear pair"),
-    ),
-    "fused": Case(
-        build=lambda: Fused(hidden=6, bias=True),
-        draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
-        blocks=("attention with perceptron",),
-    ),
+    "biaffine": Case(build=biaffine, draw=reals(2, 6), blocks=("linear pair", "linear pair")),
+    "fused": Case(build=lambda: Fused(hidden=6, bias=True), draw=reals(5, 12), blocks=("attention with perceptron",)),
     "mirrored": Case(
-        build=Mirrored, draw=lambda n, g: (torch.rand(n, 6, generator=g, dtype=torch.float64),), blocks=("linear pair",)
+        build=lambda: Written(mirrored, a=nn.Linear(6, 5), b=nn.Linear(10, 3)), draw=reals(6), blocks=("linear pair",)
     ),
     "two branches": Case(
-        build=TwoBranches, draw=lambda n, g: (torch.rand(n, 2, 6, generator=g, dtype=torch.float64),), blocks=("linear pair",)
+        build=lambda: Written(two_branches, up=nn.Linear(6, 12), one=nn.Linear(4, 3), two=nn.Linear(8, 3)),
+        draw=reals(2, 6),
+        blocks=("linear pair",),
     ),
+    # Nothing sums over units, and there is no other layer.
     "bilinear alone": Case(
-        build=BilinearAlone, draw=lambda n, g: (torch.rand(n, 6, generator=g, dtype=torch.float64),), blocks=()
+        build=lambda: Written(lambda net, x: net.layer(x, x.flip(-1)), layer=nn.Bilinear(6, 6, 4)), draw=reals(6), blocks=()
     ),
-    "beside": Case(
-        build=Beside,
-        draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
-        blocks=("attention", "linear pair"),
-    ),
+    "beside": Case(build=Beside, draw=reals(5, 12), blocks=("attention", "linear pair")),
+    # A gate of torch's own between convolutions.
     "gated": Case(
-        build=Gated, draw=lambda n, g: (torch.rand(n, 4, 7, generator=g, dtype=torch.float64),), blocks=("convolution pair",)
+        build=lambda: Written(
+            lambda net, x: x + net.b(F.glu(net.a(x), 1)), a=nn.Conv1d(4, 10, 3, padding=1), b=nn.Conv1d(5, 4, 1)
+        ),
+        draw=reals(4, 7),
+        blocks=("convolution pair",),
     ),
-    "summed": Case(
-        build=Summed, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
-    ),
-    "counting heads": Case(
-        build=CountingHeads, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
-    ),
-    "viewed": Case(
-        build=Viewed,
-        draw=lambda n, g: (torch.rand(n, 36, generator=g, dtype=torch.float64),),
-        blocks=("convolution pair", "linear pair"),
-    ),
+    "summed": Case(build=Summed, draw=reals(5, 12), blocks=("attention",)),
+    "counting heads": Case(build=CountingHeads, draw=reals(5, 12), blocks=("attention",)),
+    "viewed": Case(build=viewed, draw=reals(36), blocks=("convolution pair", "linear pair")),
 }
 
 
@@ -393,16 +316,15 @@ def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable
 
 def written(forward: Forward) -> nn.Module:
     torch.manual_seed(0)
-    return Written(forward).double()
+    return paired(forward).double()
 
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_penalty_on_weights_that_could_be_split_counts_all_of_them(world: World) -> None:
-    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(net: Any, x: torch.Tensor) -> Any:
         assert float(x.detach().sum()) < 1e9  # which torch.fx cannot follow: the pair is found in its Sequential
-        result: torch.Tensor = net.pair(x).square().mean() + sum(parameter.norm() for parameter in net.parameters())
-        return result
+        return net.pair(x).square().mean() + sum(parameter.norm() for parameter in net.parameters())
 
     trained_alike(world, lambda: written(forward), lambda _, output: output)
 
@@ -449,17 +371,11 @@ def test_what_cannot_be_copied_is_named() -> None:
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
 def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(world: World) -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        h = torch.relu(net.a(x))
+        return net.b(h if x.shape[1] > 4 else 2 * h)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = torch.relu(self.a(x))
-            result: torch.Tensor = self.b(h if x.shape[1] > 4 else 2 * h)
-            return result
-
-    model, sample = Branching(), torch.rand(4, 6, 6)
+    model, sample = Written(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 6)), torch.rand(4, 6, 6)
 
     def body(comm: AbstractCommunicator) -> None:
         tiled = tile(model, comm, batch_size=4, sample=sample, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
@@ -484,18 +400,10 @@ def test_embeddings_that_count_their_samples_are_refused(options: dict[str, Any]
 def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
     """Also where that axis happens to be as long as this rank's samples are many."""
 
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop, self.pair = nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.pair(self.drop(x.transpose(0, 1))).transpose(0, 1)
-            return result
-
     x = torch.rand(6, 3, 4, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(0)
-    model = TimeFirst()
+    pair = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = Written(lambda net, x: net.pair(net.drop(x.transpose(0, 1))).transpose(0, 1), drop=nn.Dropout(0.5), pair=pair)
     torch.manual_seed(1)
     expected = copy.deepcopy(model)(x).detach()
     torch.manual_seed(1)  # the state that tile() takes over
@@ -515,10 +423,9 @@ def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() 
             super().__init__()
             self.up, self.down, self.function = nn.Linear(6, 8), nn.Linear(8, 6), function
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             up, gate = self.up(x), self.up(2 * x)
-            result: torch.Tensor = self.down(self.function(up) * gate)
-            return result
+            return self.down(self.function(up) * gate)
 
     model = nn.Sequential(Activated(F.relu), Activated(torch.tanh))
     found = find_blocks(model, sample=torch.randn(4, 6))
@@ -557,9 +464,8 @@ class Normalized(nn.Module):
         self.norm, self.other = nn.BatchNorm2d(5), nn.BatchNorm2d(4)
         self.drop = nn.Dropout(drop) if drop else nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.c(self.other(self.b(torch.tanh(self.drop(self.norm(self.a(x)))))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.c(self.other(self.b(torch.tanh(self.drop(self.norm(self.a(x)))))))
 
 
 @pytest.mark.threads_only
@@ -634,10 +540,9 @@ def test_the_line_that_keeps_weights_whole_is_named() -> None:
             super().__init__()
             self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             h = torch.relu(self.a(x)).sort(-1).values
-            result: torch.Tensor = self.b(h)
-            return result
+            return self.b(h)
 
     model = nn.Sequential(Sorting())
     found = find_blocks(model, sample=torch.randn(4, 6))

@@ -1,7 +1,5 @@
 """Optimizers that look at more than one element at a time are found by trying them, whatever they are called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import ModelError
 from tatami.runtime.optimizers import check_optimizer
 from tatami.train import Trainer, tile
@@ -38,15 +35,13 @@ class Own(torch.optim.Optimizer):
 class ByNorm(Own):
     """As LARS: the step depends on the norm of the whole weight's gradient."""
 
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = grad / grad.norm()
-        return result
+    def direction(self, grad: torch.Tensor) -> Any:
+        return grad / grad.norm()
 
 
 class ByRow(Own):
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = grad / grad.norm(dim=1, keepdim=True)
-        return result
+    def direction(self, grad: torch.Tensor) -> Any:
+        return grad / grad.norm(dim=1, keepdim=True)
 
 
 class Noisy(Own):

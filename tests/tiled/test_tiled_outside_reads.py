@@ -1,7 +1,5 @@
 """Terms of a loss that read weights outside of the network: right, or refused where ranks share units or losses are sums."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -69,43 +67,31 @@ def trainer(comm: AbstractCommunicator, layout: Layout, term: Callable[[Any], to
         (lambda model: next(model.parameters()).norm(), r"reads 0\.weight outside of .* the gradient of a norm"),
     ],
 )
-def test_the_trainer_refuses_a_term_of_weights_that_ranks_share(world: World, term: Any, told: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        run = trainer(comm, one_replica(comm.size), term, "mean")
-        with pytest.raises(InputError, match=told):
-            run.fit(data(), batch_size=SAMPLES, iterations=3)
-        comm.barrier()  # the ranks are still in step
-
-    world(body)
+def test_the_trainer_refuses_a_term_of_weights_that_ranks_share(comm: AbstractCommunicator, term: Any, told: str) -> None:
+    run = trainer(comm, one_replica(comm.size), term, "mean")
+    with pytest.raises(InputError, match=told):
+        run.fit(data(), batch_size=SAMPLES, iterations=3)
+    comm.barrier()  # the ranks are still in step
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_where_each_rank_has_all_weights_a_term_of_them_is_exact(world: World) -> None:
+def test_where_each_rank_has_all_weights_a_term_of_them_is_exact(comm: AbstractCommunicator) -> None:
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1]) + 0.1 * squares(model)
 
     expected, _ = plain_fit(network(), [data()] * 3, loss=loss, optimizer=SGD)
-
-    def body(comm: AbstractCommunicator) -> None:
-        run = trainer(comm, replicas(comm.size), squares, "mean")
-        assert run.fit(data(), batch_size=SAMPLES, iterations=3, shuffle=False).losses == pytest.approx(expected, rel=1e-12)
-        if comm.size > 1:
-            move(run.model, one_replica(comm.size), optimizer=run.optimizer)
-            with pytest.raises(InputError, match="the loss of the Trainer would be wrong"):
-                run.fit(data(), batch_size=SAMPLES, iterations=1)
-
-    world(body)
+    run = trainer(comm, replicas(comm.size), squares, "mean")
+    assert run.fit(data(), batch_size=SAMPLES, iterations=3, shuffle=False).losses == pytest.approx(expected, rel=1e-12)
+    if comm.size > 1:
+        move(run.model, one_replica(comm.size), optimizer=run.optimizer)
+        with pytest.raises(InputError, match="the loss of the Trainer would be wrong"):
+            run.fit(data(), batch_size=SAMPLES, iterations=1)
 
 
 @pytest.mark.ranks(2)
-def test_a_sum_over_samples_would_count_the_term_once_for_each_replica(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(
-            InputError, match=r"\(training_step\) is said to be the sum over the samples of a batch, and is not"
-        ):
-            trainer(comm, replicas(2), squares, "sum").fit(data(), batch_size=SAMPLES, iterations=1)
-
-    world(body)
+def test_a_sum_over_samples_would_count_the_term_once_for_each_replica(comm: AbstractCommunicator) -> None:
+    with pytest.raises(InputError, match=r"\(training_step\) is said to be the sum over the samples of a batch, and is not"):
+        trainer(comm, replicas(2), squares, "sum").fit(data(), batch_size=SAMPLES, iterations=1)
 
 
 @pytest.mark.ranks(2)
@@ -150,35 +136,27 @@ def test_a_loop_of_ones_own_is_warned_once_and_only_of_such_terms(world: World, 
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_loss_is_judged_by_the_model_that_made_its_outputs(world: World) -> None:
+def test_a_loss_is_judged_by_the_model_that_made_its_outputs(comm: AbstractCommunicator) -> None:
     """The norm of a batch is refused where ranks see parts of it, but not by another model that is alive as well."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        x, _ = data()
-        other = tiled(network(), comm, layout=replicas(comm.size), batch_size=SAMPLES, reduction="mean")
-        other(other.local(x)).square().mean().backward()
-        with pytest.raises(InputError, match="the loss takes"):
-            other(other.local(x)).square().mean().sqrt().backward()
-        model, plain = DataParallel(network(), comm), network()
-        model(x).square().mean().sqrt().backward()
-        torch.autograd.backward(plain(x).square().mean().sqrt())
-        for mine, own in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, own.grad, rtol=1e-12, atol=1e-14)
-
-    world(body)
+    x, _ = data()
+    other = tiled(network(), comm, layout=replicas(comm.size), batch_size=SAMPLES, reduction="mean")
+    other(other.local(x)).square().mean().backward()
+    with pytest.raises(InputError, match="the loss takes"):
+        other(other.local(x)).square().mean().sqrt().backward()
+    model, plain = DataParallel(network(), comm), network()
+    model(x).square().mean().sqrt().backward()
+    torch.autograd.backward(plain(x).square().mean().sqrt())
+    for mine, own in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, own.grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("samples", [2, 3])
-def test_a_rank_with_a_single_sample_refuses_no_mean(world: World, samples: int) -> None:
+def test_a_rank_with_a_single_sample_refuses_no_mean(comm: AbstractCommunicator, samples: int) -> None:
     """What a sample gives alone, and what a batch gives, have the same form there."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        x, _ = data()
-        model, plain = tiled(network(1), comm, layout=replicas(2), batch_size=samples, reduction="mean"), network(1)
-        torch.autograd.backward(nn.functional.softplus(-plain(x[:samples])).mean())
-        torch.autograd.backward(nn.functional.softplus(-model(model.local(x[:samples]))).mean())
-        for mine, own in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, own.grad, rtol=1e-12, atol=1e-14)
-
-    world(body)
+    x, _ = data()
+    model, plain = tiled(network(1), comm, layout=replicas(2), batch_size=samples, reduction="mean"), network(1)
+    torch.autograd.backward(nn.functional.softplus(-plain(x[:samples])).mean())
+    torch.autograd.backward(nn.functional.softplus(-model(model.local(x[:samples]))).mean())
+    for mine, own in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, own.grad, rtol=1e-12, atol=1e-14)

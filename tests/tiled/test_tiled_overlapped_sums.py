@@ -1,6 +1,7 @@
 """Gradients of replicas of one rank, summed while the backward pass computes: as between hosts, which these ranks play."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -45,10 +46,9 @@ class Branching(nn.Module):
         self.takes_other = False
         fill(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         self.hidden = torch.tanh(self.trunk(x))
-        out: torch.Tensor = self.other(self.hidden) if self.takes_other else self.one(self.hidden)
-        return out
+        return self.other(self.hidden) if self.takes_other else self.one(self.hidden)
 
 
 def perceptron() -> nn.Module:
@@ -94,31 +94,23 @@ def tiled(comm: AbstractCommunicator) -> tuple[TiledModel, Branching]:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_weights_are_those_of_one_machine_though_a_layer_is_left_out_of_some_steps(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        model, inner = tiled(comm)
-        train(model, lambda x, y: [(*model.local(x, y), 1.0)], inner)
-        assert model._overlapped is not None
-        assert model._overlapped._buckets is not None
-        found = model.module.state_dict()
-        model.close()
-        return found
-
-    for found in world(body):
-        assert_close(found, expected(), what="weights")
+def test_weights_are_those_of_one_machine_though_a_layer_is_left_out_of_some_steps(comm: AbstractCommunicator) -> None:
+    model, inner = tiled(comm)
+    train(model, lambda x, y: [(*model.local(x, y), 1.0)], inner)
+    assert model._overlapped is not None
+    assert model._overlapped._buckets is not None
+    found = model.module.state_dict()
+    model.close()
+    assert_close(found, expected(), what="weights")
 
 
 @pytest.mark.ranks(2, 3)
-def test_gradients_accumulate(world: World) -> None:
+def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     """What is equal on all ranks is not summed again."""
-
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        model, inner = tiled(comm)
-        train(model, lambda x, y: [(*model.local(x, y), 0.25), (*model.local(x, y), 0.75)], inner)
-        return model.module.state_dict()
-
-    for found in world(body):
-        assert_close(found, expected(), what="weights")
+    model, inner = tiled(comm)
+    train(model, lambda x, y: [(*model.local(x, y), 0.25), (*model.local(x, y), 0.75)], inner)
+    found = model.module.state_dict()
+    assert_close(found, expected(), what="weights")
 
 
 @pytest.mark.ranks(2, 3)
@@ -152,19 +144,15 @@ def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) ->
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("passes", [0, 1, 2])
-def test_ranks_that_were_given_batches_of_different_sizes_are_told(world: World, passes: int) -> None:
+def test_ranks_that_were_given_batches_of_different_sizes_are_told(comm: AbstractCommunicator, passes: int) -> None:
     """Before, when, and after they learn the order of gradients."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        model, _ = tiled(comm)
-        for step in range(passes):
-            x, y = batch(step)
-            torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
-        x, y = (each[: SAMPLES - (comm.rank == 1)] for each in batch(0))
-        with pytest.raises(InputError, match="different"):
-            torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
-
-    world(body)
+    model, _ = tiled(comm)
+    for step in range(passes):
+        x, y = batch(step)
+        torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
+    x, y = (each[: SAMPLES - (comm.rank == 1)] for each in batch(0))
+    with pytest.raises(InputError, match="different"):
+        torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
 
 
 @pytest.mark.ranks(2, 3)
@@ -199,75 +187,53 @@ def _fail(_: torch.Tensor) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_nobody_may_watch_links_or_round_meanwhile(world: World) -> None:
+def test_nobody_may_watch_links_or_round_meanwhile(comm: AbstractCommunicator) -> None:
     """Then gradients travel after the pass, in messages whose times are known."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        model, _ = tiled(comm)
-        model.link_times.begin()
-        x, y = model.local(*batch(0))
-        torch.autograd.backward(nn.functional.mse_loss(model(x), y))
-        assert model._overlapped is not None
-        assert model._overlapped._buckets is None
-        assert model.link_times.sent_s
-
-    world(body)
+    model, _ = tiled(comm)
+    model.link_times.begin()
+    x, y = model.local(*batch(0))
+    torch.autograd.backward(nn.functional.mse_loss(model(x), y))
+    assert model._overlapped is not None
+    assert model._overlapped._buckets is None
+    assert model.link_times.sent_s
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("wire", WIRES)
-def test_half_precision_leaves_early_and_is_rounded_twice(world: World, wire: str) -> None:
+def test_half_precision_leaves_early_and_is_rounded_twice(comm: AbstractCommunicator, wire: str) -> None:
     """To the bit: each rank's part as it leaves, and their sum, which was added up in single precision."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[wire]
-        model = tile(
-            Branching(),
-            comm,
-            batch_size=SAMPLES,
-            layout=flat(comm.size),
-            speeds="equal",
-            reduction="mean",
-            wire=wire,
-            quiet=True,
-        )
-        for step in range(4):
-            x, y = model.local(*batch(step))
-            plain = Branching()
-            for each in (model, plain):
-                each.zero_grad()
-                torch.autograd.backward(nn.functional.mse_loss(each(x), y))
-            assert model._overlapped is not None
-            assert model._overlapped._buckets is not None
-            own = [each.grad * (len(x) / SAMPLES) for each in plain.parameters() if each.grad is not None]
-            expected = [sum(part.to(half).float() for part in parts) for parts in zip(*comm.allgather_object(own), strict=True)]
-            found = [each.grad for each in model.parameters() if each.grad is not None]
-            assert all(torch.equal(one, other.to(half).double()) for one, other in zip(found, expected, strict=True))
-
-    world(body)
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[wire]
+    model = tile(
+        Branching(), comm, batch_size=SAMPLES, layout=flat(comm.size), speeds="equal", reduction="mean", wire=wire, quiet=True
+    )
+    for step in range(4):
+        x, y = model.local(*batch(step))
+        plain = Branching()
+        for each in (model, plain):
+            each.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(each(x), y))
+        assert model._overlapped is not None
+        assert model._overlapped._buckets is not None
+        own = [each.grad * (len(x) / SAMPLES) for each in plain.parameters() if each.grad is not None]
+        expected = [sum(part.to(half).float() for part in parts) for parts in zip(*comm.allgather_object(own), strict=True)]
+        found = [each.grad for each in model.parameters() if each.grad is not None]
+        assert all(torch.equal(one, other.to(half).double()) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16])
-def test_buckets_carry_numbers_of_samples_that_no_float_has(world: World, wire: torch.dtype | None) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        bucket = buckets.BucketSet(comm, [torch.zeros(3)], bucket_bytes=1 << 20, wire=wire, algorithm=None, has_numbers=True)
-        for number in (0, 2**24 + 1, 10**12 - 1):
-            bucket.begin_rest(number + comm.rank)
-            bucket.wait()
-            assert bucket.numbers() == [number + rank for rank in range(comm.size)]
-        bucket.close()
-
-    world(body)
+def test_buckets_carry_numbers_of_samples_that_no_float_has(comm: AbstractCommunicator, wire: torch.dtype | None) -> None:
+    bucket = buckets.BucketSet(comm, [torch.zeros(3)], bucket_bytes=1 << 20, wire=wire, algorithm=None, has_numbers=True)
+    for number in (0, 2**24 + 1, 10**12 - 1):
+        bucket.begin_rest(number + comm.rank)
+        bucket.wait()
+        assert bucket.numbers() == [number + rank for rank in range(comm.size)]
+    bucket.close()
 
 
 @pytest.mark.parametrize(
     ("hosts", "tuned", "gradients", "expected"),
-    [
-        ("ab", None, 16 << 20, 2 << 20),
-        ("ab", 3 << 20, 1 << 20, 3 << 20),
-        ("aa", None, 1 << 20, 4 << 20),
-    ],
+    [("ab", None, 16 << 20, 2 << 20), ("ab", 3 << 20, 1 << 20, 3 << 20), ("aa", None, 1 << 20, 4 << 20)],
 )
 def test_buckets_between_hosts_are_a_part_of_all_gradients(
     monkeypatch: pytest.MonkeyPatch, hosts: str, tuned: int | None, gradients: int, expected: int

@@ -1,7 +1,5 @@
 """A loop written by hand goes on in mid-epoch on any ranks and layout; a part of the weights is not loaded as another."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
@@ -16,8 +14,7 @@ from torch import nn
 import tatami
 from drawing import one_at_a_time
 from tatami.checkpoints.state_codec import decode, encode
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, InputError
 from tatami.tiling import Layout, StagedLayout
 from tatami.train import TiledModel, whole_state_dict

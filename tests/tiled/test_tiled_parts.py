@@ -1,7 +1,5 @@
 """Modules that run with some of their units as they are: what may be registered, mixtures, and logits that stay split."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -110,10 +108,9 @@ class Shared(nn.Module):
         self.mixture = Experts(6, 3)
         self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         result: torch.Tensor = self.experts[1](self.experts[0](x))
-        mixed: torch.Tensor = result + self.mixture(x)
-        return mixed
+        return result + self.mixture(x)
 
 
 def test_modules_that_look_like_experts_and_are_none_are_not_split() -> None:
@@ -129,10 +126,9 @@ class Odd(nn.Module):
         self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 3)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         hidden = torch.tanh(self.dropout(self.up(x))).view(*x.shape[:-1], self.units, 2)
-        result: torch.Tensor = self.down(hidden.flatten(-2)) if hidden.sum().item() < 1e9 else x
-        return result
+        return self.down(hidden.flatten(-2)) if hidden.sum().item() < 1e9 else x
 
 
 CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}

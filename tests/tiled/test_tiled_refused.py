@@ -1,7 +1,5 @@
 """What can not be computed exactly, or can not be, is refused by name before anything is computed."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -16,22 +14,20 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Written
 from torch import nn
 
-from drawing import one_at_a_time
+import drawing
 from tatami.cluster import Cluster
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError
 from tatami.testing.worlds import World
 from tatami.train import TiledModel, Trainer, find_blocks, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
+pytestmark = pytest.mark.ranks(2)
 
-@one_at_a_time
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+mlp = partial(drawing.mlp, 4, 8, 2, dtype=torch.float32)
 
 
 def refuses(world: World, error: type[Exception], match: str, body: Callable[[AbstractCommunicator], object]) -> None:
@@ -66,7 +62,6 @@ SPEEDS = "speeds must be a Cluster, a number > 0 for each rank, 'measure' or 'eq
         ("fast", PlanError, f"{SPEEDS}, not 'fast'"),
     ],
 )
-@pytest.mark.ranks(2)
 def test_speeds_that_can_not_be(world: World, speeds: Any, error: type[Exception], match: str) -> None:
     refuses(world, error, f"{re.escape(match)}(; give|$)", lambda comm: tile(mlp(), comm, batch_size=8, speeds=speeds))
 
@@ -163,14 +158,11 @@ def test_ranks_wait_longer_for_each_other_while_a_network_is_set_up_and_not_fore
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_retiling_that_ranks_see_differently(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        ranks = list(range(comm.size))
-        with pytest.raises(PlanError, match=r"a re-tiling: rank 0 has layout .*, rank 1 has layout"):
-            move(model, simple_layout(ranks if comm.rank == 0 else ranks[::-1]), optimizer=None)
-
-    world(body)
+def test_a_retiling_that_ranks_see_differently(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    ranks = list(range(comm.size))
+    with pytest.raises(PlanError, match=r"a re-tiling: rank 0 has layout .*, rank 1 has layout"):
+        move(model, simple_layout(ranks if comm.rank == 0 else ranks[::-1]), optimizer=None)
 
 
 @pytest.mark.ranks(1, 2)
@@ -198,18 +190,18 @@ def test_networks_that_can_not_be_exact(world: World, layers: list[nn.Module], m
     refuses(world, ModelError, match, lambda comm: tile(nn.Sequential(*layers), comm, batch_size=8, speeds="equal"))
 
 
-@pytest.mark.ranks(2)
 def test_functional_dropout_is_refused(world: World) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.down(F.dropout(self.up(x), 0.5))
-            return result
-
-    refuses(world, ModelError, r"calls dropout \(node dropout\)", lambda comm: tile(Net(), comm, batch_size=8, speeds="equal"))
+    refuses(
+        world,
+        ModelError,
+        r"calls dropout \(node dropout\)",
+        lambda comm: tile(
+            Written(lambda net, x: net.down(F.dropout(net.up(x), 0.5)), up=nn.Linear(4, 8), down=nn.Linear(8, 4)),
+            comm,
+            batch_size=8,
+            speeds="equal",
+        ),
+    )
 
 
 class Noisy(nn.Module):
@@ -219,9 +211,8 @@ class Noisy(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.relu(self.up(x))) + torch.randn(4)
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(torch.relu(self.up(x))) + torch.randn(4)
 
 
 class Quiet(nn.Module):
@@ -232,24 +223,18 @@ class Quiet(nn.Module):
         self.lstm = nn.LSTM(4, 4, 2, batch_first=True)
         self.drop = nn.Dropout(0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.drop(self.lstm(x[:, None])[0])
-        result: torch.Tensor = F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
-        return result
+        return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
 
 
-@pytest.mark.ranks(2)
-def test_noise_that_was_not_seen_is_refused_in_the_first_pass(world: World) -> None:
-    line = r"draws random numbers at test_tiled_refused.py:\d+ `result: .* torch.randn\(4\)` \(aten.randn.default\)"
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
-        with pytest.raises(ModelError, match=line):
-            model(model.local(torch.ones(8, 4)))
-        model = tile(Quiet(), comm, batch_size=8, speeds="equal", reduction="mean")
-        assert model(model.local(torch.ones(8, 4))).shape == (4, 4)
-
-    world(body)
+def test_noise_that_was_not_seen_is_refused_in_the_first_pass(comm: AbstractCommunicator) -> None:
+    line = r"draws random numbers at test_tiled_refused.py:\d+ `return .* torch.randn\(4\)` \(aten.randn.default\)"
+    model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
+    with pytest.raises(ModelError, match=line):
+        model(model.local(torch.ones(8, 4)))
+    model = tile(Quiet(), comm, batch_size=8, speeds="equal", reduction="mean")
+    assert model(model.local(torch.ones(8, 4))).shape == (4, 4)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -325,120 +310,82 @@ def laid(comm: AbstractCommunicator) -> TiledModel:
 
 
 @pytest.mark.ranks(2, 3)
-def test_forward_with_other_samples_than_those_of_this_rank(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        with pytest.raises(InputError, match=f"rank {comm.rank} does not know its samples"):
-            model(torch.rand(4, 4))
-        mine = model.local(torch.rand(8, 4))
-        with pytest.raises(InputError, match=rf"the input has 8 samples, but {len(mine)} of the 8 samples"):
-            model(torch.rand(8, 4))
-        with pytest.raises(InputError, match="the input has 8 samples"):
-            model(input=torch.rand(8, 4))
-        with pytest.raises(InputError, match=r"same number of samples, not \[3, 4\]"):
-            model.local(torch.rand(3, 4), torch.rand(4, 2))
-        move(model, simple_layout(list(range(comm.size))), optimizer=None)
-        with pytest.raises(InputError, match="again after a re-tiling"):
-            model(mine)
-
-    world(body)
+def test_forward_with_other_samples_than_those_of_this_rank(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    with pytest.raises(InputError, match=f"rank {comm.rank} does not know its samples"):
+        model(torch.rand(4, 4))
+    mine = model.local(torch.rand(8, 4))
+    with pytest.raises(InputError, match=rf"the input has 8 samples, but {len(mine)} of the 8 samples"):
+        model(torch.rand(8, 4))
+    with pytest.raises(InputError, match="the input has 8 samples"):
+        model(input=torch.rand(8, 4))
+    with pytest.raises(InputError, match=r"same number of samples, not \[3, 4\]"):
+        model.local(torch.rand(3, 4), torch.rand(4, 2))
+    move(model, simple_layout(list(range(comm.size))), optimizer=None)
+    with pytest.raises(InputError, match="again after a re-tiling"):
+        model(mine)
 
 
-@pytest.mark.ranks(2)
-def test_a_rank_without_units_can_not_evaluate_alone(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=simple_layout([1]), batch_size=8)
-        with torch.no_grad():
-            if comm.rank == 0:
-                with pytest.raises(InputError, match="rank 0 was left out of the tiling"):
-                    model(torch.rand(3, 4))
-                assert model(model.local(torch.rand(3, 4))).shape == (0, 2)
-            else:
-                assert model(torch.rand(3, 4)).shape == (3, 2)
-
-    world(body)
+def test_a_rank_without_units_can_not_evaluate_alone(comm: AbstractCommunicator) -> None:
+    model = tiled(mlp(), comm, layout=simple_layout([1]), batch_size=8)
+    with torch.no_grad():
+        if comm.rank == 0:
+            with pytest.raises(InputError, match="rank 0 was left out of the tiling"):
+                model(torch.rand(3, 4))
+            assert model(model.local(torch.rand(3, 4))).shape == (0, 2)
+        else:
+            assert model(torch.rand(3, 4)).shape == (3, 2)
 
 
-@pytest.mark.ranks(2)
-def test_layers_called_by_themselves_before_any_forward_pass(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        loss = model.module(model.local(torch.rand(8, 4))).mean()
-        with pytest.raises(ModelError, match="a layer was called before its TiledModel"):
-            loss.backward()
-
-    world(body)
+def test_layers_called_by_themselves_before_any_forward_pass(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    loss = model.module(model.local(torch.rand(8, 4))).mean()
+    with pytest.raises(ModelError, match="a layer was called before its TiledModel"):
+        loss.backward()
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
-def test_copies_and_pickles(world: World, duplicate: Callable[[object], object]) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=8)
-        with pytest.raises(ModelError, match=r"cannot be copied or pickled.*save_model"):
-            duplicate(model)
-
-    world(body)
+def test_copies_and_pickles(comm: AbstractCommunicator, duplicate: Callable[[object], object]) -> None:
+    model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=8)
+    with pytest.raises(ModelError, match=r"cannot be copied or pickled.*save_model"):
+        duplicate(model)
 
 
-@pytest.mark.ranks(2)
-def test_retiling_between_forward_and_backward(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        loss = model(model.local(torch.linspace(0, 1, 32).view(8, 4))).mean()
-        move(model, simple_layout([0, 1]), optimizer=None)
-        with pytest.raises(ModelError, match="re-tiled between this forward pass and its backward pass"):
-            loss.backward()
-
-    world(body)
+def test_retiling_between_forward_and_backward(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    loss = model(model.local(torch.linspace(0, 1, 32).view(8, 4))).mean()
+    move(model, simple_layout([0, 1]), optimizer=None)
+    with pytest.raises(ModelError, match="re-tiled between this forward pass and its backward pass"):
+        loss.backward()
 
 
-@pytest.mark.ranks(2)
-def test_a_layout_of_strangers_changes_nothing(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        before = model.layout, model.tilings
-        with pytest.raises(PlanError, match=r"no rank runs on: \['p2'\]"):
-            move(model, simple_layout([0, 1, 2]), optimizer=None)
-        assert (model.layout, model.tilings) == before
-
-    world(body)
+def test_a_layout_of_strangers_changes_nothing(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    before = model.layout, model.tilings
+    with pytest.raises(PlanError, match=r"no rank runs on: \['p2'\]"):
+        move(model, simple_layout([0, 1, 2]), optimizer=None)
+    assert (model.layout, model.tilings) == before
 
 
-@pytest.mark.ranks(2)
-def test_dropout_off_the_sample_axis(world: World) -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair, self.drop = mlp(), nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.drop(self.pair(x).flatten(0, 1))
-            return result
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(Turned(), comm, layout=some_layouts(2)[1], batch_size=6)
-        with pytest.raises(InputError, match=r"dropout got \d+ rows where"):
-            model(model.local(torch.linspace(0, 1, 72).view(6, 3, 4)))
-
-    world(body)
+def test_dropout_off_the_sample_axis(comm: AbstractCommunicator) -> None:
+    turned = Written(lambda net, x: net.drop(net.pair(x).flatten(0, 1)), pair=mlp(), drop=nn.Dropout(0.5))
+    model = tiled(turned, comm, layout=some_layouts(2)[1], batch_size=6)
+    with pytest.raises(InputError, match=r"dropout got \d+ rows where"):
+        model(model.local(torch.linspace(0, 1, 72).view(6, 3, 4)))
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_optimizer_of_the_plain_network_is_refused_in_its_first_step(world: World) -> None:
+def test_an_optimizer_of_the_plain_network_is_refused_in_its_first_step(comm: AbstractCommunicator) -> None:
     """As is usual with DistributedDataParallel, whose parameters are the network's: here nothing would be trained."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        network = mlp()
-        model = tile(network, comm, batch_size=8, speeds="equal", reduction="mean", quiet=True)
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        model(model.local(torch.ones(8, 4))).mean().backward()
-        with pytest.raises(InputError, match=r"step changes nothing: .* make the optimizer from model.parameters\(\)"):
-            optimizer.step()
-        network(torch.ones(8, 4)).mean().backward()
-        optimizer.step()  # the plain network may be trained beside it
-
-    world(body)
+    network = mlp()
+    model = tile(network, comm, batch_size=8, speeds="equal", reduction="mean", quiet=True)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    model(model.local(torch.ones(8, 4))).mean().backward()
+    with pytest.raises(InputError, match=r"step changes nothing: .* make the optimizer from model.parameters\(\)"):
+        optimizer.step()
+    network(torch.ones(8, 4)).mean().backward()
+    optimizer.step()  # the plain network may be trained beside it
 
 
 @pytest.mark.ranks(1)

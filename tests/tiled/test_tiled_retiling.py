@@ -1,8 +1,7 @@
 """DRPM at work on a clock of the test's own: it settles in time, leaves a balanced run alone, and training stays exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from equal_runs import plain_fit
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import mlp
 from hand_clock import HandClock
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.wrapper import WrappedCommunicator
+from tatami.comm import AbstractCommunicator, WrappedCommunicator
 from tatami.errors import CommError, PlanError
 from tatami.records import Records
 from tatami.retiling import Decision, Retiler, StagedDecision
@@ -46,10 +44,7 @@ class Machine(HandClock):
             self.sleep(self.model.local_work / self.speed / 1e6)
 
 
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, UNITS), nn.Tanh(), nn.Linear(UNITS, 2)).double()
+network = partial(mlp, 3, UNITS, 2)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,28 +107,24 @@ def test_it_settles_from_no_knowledge_and_again_after_a_rank_slows_down(world: W
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_balanced_run_is_left_alone(world: World) -> None:
+def test_a_balanced_run_is_left_alone(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(built, comm, Machine(1.0))
-        before = model.layout
-        optimizer = ADAM(model.parameters())
-        retiling = Retiling(model, optimizer, retiler=Retiler(every=5, window=3))
-        x, y = data()
-        for iteration in range(1, 21):
-            optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
-            optimizer.step()
-            check = retiling.step()
-            assert (check is not None) == (iteration % 5 == 0)
-            if check is not None:
-                assert check.moved is None
-                assert check.imbalance < 1.1
-        assert model.layout == before
-        assert len(retiling.checks) == 4
-
-    world(body)
+    model = laid(built, comm, Machine(1.0))
+    before = model.layout
+    optimizer = ADAM(model.parameters())
+    retiling = Retiling(model, optimizer, retiler=Retiler(every=5, window=3))
+    x, y = data()
+    for iteration in range(1, 21):
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
+        optimizer.step()
+        check = retiling.step()
+        assert (check is not None) == (iteration % 5 == 0)
+        if check is not None:
+            assert check.moved is None
+            assert check.imbalance < 1.1
+    assert model.layout == before
+    assert len(retiling.checks) == 4
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -203,35 +194,31 @@ def test_one_rank_plans_for_all_and_a_plan_that_fails_fails_everywhere(world: Wo
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_a_loop_waits_for_its_own_sum_is_no_compute_time(world: World) -> None:
+def test_what_a_loop_waits_for_its_own_sum_is_no_compute_time(comm: AbstractCommunicator) -> None:
     """Rank 0 waits for a second in each: its compute time per work is still the backward pass, and nothing else."""
     built = network()
     x, y = data()
-
-    def body(comm: AbstractCommunicator) -> tuple[list[float], float]:
-        machine = Machine(1.0)
-        model = laid(built, comm, machine, planner="even")
-        optimizer = ADAM(model.parameters())
-        retiling = Retiling(model, optimizer, retiler=Retiler())
-        own = []
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(model.local(x)), model.local(y))
-            torch.autograd.backward(loss)
-            sums = torch.tensor([loss.item(), *retiling.local_report()], dtype=torch.float64)
-            own.append(float(sums[1 + comm.rank]))
-            request = comm.iallreduce(sums)
-            if comm.rank == 0:
-                machine.sleep(1.0)
-            request.wait()
-            retiling.apply_totals(sums.tolist()[1:])
-            assert model.phases.current is IterationPhase.UPDATE
-            optimizer.step()
-            retiling.step()
-        return own, 1.0 / 1e6
-
-    for own, per_work_s in world(body):
-        assert own[1:] == pytest.approx([per_work_s] * 3, rel=1e-6)
+    machine = Machine(1.0)
+    model = laid(built, comm, machine, planner="even")
+    optimizer = ADAM(model.parameters())
+    retiling = Retiling(model, optimizer, retiler=Retiler())
+    own = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(model.local(x)), model.local(y))
+        torch.autograd.backward(loss)
+        sums = torch.tensor([loss.item(), *retiling.local_report()], dtype=torch.float64)
+        own.append(float(sums[1 + comm.rank]))
+        request = comm.iallreduce(sums)
+        if comm.rank == 0:
+            machine.sleep(1.0)
+        request.wait()
+        retiling.apply_totals(sums.tolist()[1:])
+        assert model.phases.current is IterationPhase.UPDATE
+        optimizer.step()
+        retiling.step()
+    own, per_work_s = own, 1.0 / 1e6
+    assert own[1:] == pytest.approx([per_work_s] * 3, rel=1e-6)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -295,25 +282,21 @@ def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_
 
 
 @pytest.mark.ranks(2)
-def test_watching_sends_nothing_of_its_own_in_the_trainer(world: World) -> None:
+def test_watching_sends_nothing_of_its_own_in_the_trainer(comm: AbstractCommunicator) -> None:
     """As many operations as without a re-tiler: the times go with the sum of the loss."""
     built = network()
-
-    def body(comm: AbstractCommunicator) -> list[int]:
-        counts = []
-        for retile in (None, Retiler()):
-            counted = Counted(comm)
-            model = tiled(built, counted, layout=simple_layout([0, 1]), batch_size=SAMPLES)
-            trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), retile=retile)
-            own = model.comm
-            assert isinstance(own, Counted)
-            own.count = 0
-            trainer.fit(data(), batch_size=SAMPLES, iterations=5)
-            counts.append(own.count)
-        return counts
-
-    for without, watched in world(body):
-        assert without == watched > 0
+    counts = []
+    for retile in (None, Retiler()):
+        counted = Counted(comm)
+        model = tiled(built, counted, layout=simple_layout([0, 1]), batch_size=SAMPLES)
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), retile=retile)
+        own = model.comm
+        assert isinstance(own, Counted)
+        own.count = 0
+        trainer.fit(data(), batch_size=SAMPLES, iterations=5)
+        counts.append(own.count)
+    without, watched = counts
+    assert without == watched > 0
 
 
 class Counted(WrappedCommunicator):

@@ -1,7 +1,5 @@
 """Ranks that are given different batches are told so, by name, before the gradients of such batches are added up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawing import one_at_a_time
+from drawing import mlp
 from tatami.comm.agreement import DEBUG_VARIABLE
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
@@ -24,12 +22,7 @@ from tiled_rig import assert_close, gradients, simple_layout, tiled, whole_gradi
 
 SAMPLES = 40
 SGD = partial(torch.optim.SGD, lr=0.01)
-
-
-@one_at_a_time
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+network = partial(mlp, 4, 8, 3)
 
 
 def one_replica(size: int) -> Layout:
@@ -52,39 +45,31 @@ def step(model: TiledModel, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_loader_with_a_seed_of_its_own_is_found_in_the_first_pass(world: World) -> None:
+def test_a_loader_with_a_seed_of_its_own_is_found_in_the_first_pass(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        last = comm.size - 1
-        model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
-        order = torch.Generator().manual_seed(7 if comm.rank == last else 3)
-        x, y = next(iter(DataLoader(TensorDataset(*batch()), batch_size=20, shuffle=True, generator=order)))
-        with pytest.raises(InputError, match=rf"different batches: rank {last} has other samples than rank 0\. .*same seed"):
-            step(model, x, y)
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-    world(body)
+    last = comm.size - 1
+    model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
+    order = torch.Generator().manual_seed(7 if comm.rank == last else 3)
+    x, y = next(iter(DataLoader(TensorDataset(*batch()), batch_size=20, shuffle=True, generator=order)))
+    with pytest.raises(InputError, match=rf"different batches: rank {last} has other samples than rank 0\. .*same seed"):
+        step(model, x, y)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("passes_before", [0, 2])
-def test_batches_of_other_sizes_are_found_in_every_pass(world: World, passes_before: int) -> None:
+def test_batches_of_other_sizes_are_found_in_every_pass(comm: AbstractCommunicator, passes_before: int) -> None:
     """In the third pass no rank asks the others: the sizes have come with the gradients."""
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        last = comm.size - 1
-        model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
-        for _ in range(passes_before):
-            step(model, *batch())
-        model.zero_grad()
-        with pytest.raises(InputError, match=rf"different batches: rank {last} has 39 samples, rank 0 has 40\."):
-            step(model, *batch(39 if comm.rank == last else 40))
-        assert all(parameter.grad is None for parameter in model.parameters())
+    last = comm.size - 1
+    model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
+    for _ in range(passes_before):
         step(model, *batch())
-
-    world(body)
+    model.zero_grad()
+    with pytest.raises(InputError, match=rf"different batches: rank {last} has 39 samples, rank 0 has 40\."):
+        step(model, *batch(39 if comm.rank == last else 40))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    step(model, *batch())
 
 
 @pytest.mark.ranks(2, 4)
@@ -109,93 +94,77 @@ def test_noise_that_replicas_draw_for_themselves_is_refused_in_debug_mode_only(
 
 
 @pytest.mark.ranks(2, 3)
-def test_debug_mode_looks_at_every_number_in_every_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_looks_at_every_number_in_every_pass(comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEBUG_VARIABLE, "1")
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
-        for number in range(7):
-            x, y = batch(seed=number)
-            if number == 6 and comm.rank == 1:
-                y[17] = (y[17] + 1) % 3
-                with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
-                    step(model, x, y)
-            elif number == 6:
-                with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
-                    step(model, x, y)
-            else:
+    model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
+    for number in range(7):
+        x, y = batch(seed=number)
+        if number == 6 and comm.rank == 1:
+            y[17] = (y[17] + 1) % 3
+            with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
                 step(model, x, y)
-
-    world(body)
+        elif number == 6:
+            with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
+                step(model, x, y)
+        else:
+            step(model, x, y)
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_ranks_compare_in_few_passes_and_what_they_compute_is_the_same(world: World) -> None:
+def test_ranks_compare_in_few_passes_and_what_they_compute_is_the_same(comm: AbstractCommunicator) -> None:
     plain, built = network(), network()
     for number in range(10):
         x, y = batch(seed=number)
         torch.autograd.backward(F.cross_entropy(plain(x), y))
+    model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
+    asked: list[int] = []
+    original = model.comm.allgather_object
 
-    def body(comm: AbstractCommunicator) -> list[int]:
-        model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
-        asked: list[int] = []
-        original = model.comm.allgather_object
+    def noting(value: Any) -> list[Any]:
+        asked.append(number)
+        return original(value)
 
-        def noting(value: Any) -> list[Any]:
-            asked.append(number)
-            return original(value)
-
-        model.comm.allgather_object = noting  # type: ignore[method-assign]
-        for number in range(10):
-            step(model, *batch(seed=number))
-        del model.comm.allgather_object
-        assert_close(whole_gradients(model), gradients(plain), what="gradients")
-        return asked
-
-    assert world(body) == [[0, 1, 3, 7] if world.size > 1 else []] * world.size
+    model.comm.allgather_object = noting  # type: ignore[method-assign]
+    for number in range(10):
+        step(model, *batch(seed=number))
+    del model.comm.allgather_object
+    assert_close(whole_gradients(model), gradients(plain), what="gradients")
+    assert asked == ([0, 1, 3, 7] if comm.size > 1 else [])
 
 
-def test_a_batch_that_is_used_again_is_the_same_one(world: World) -> None:
+def test_a_batch_that_is_used_again_is_the_same_one(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
-        x, y = model.local(*batch())
-        for _ in range(5):
-            torch.autograd.backward(F.cross_entropy(model(x), y))
-
-    world(body)
+    model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
+    x, y = model.local(*batch())
+    for _ in range(5):
+        torch.autograd.backward(F.cross_entropy(model(x), y))
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_trainer_compares_its_data_before_it_trains(world: World) -> None:
+def test_the_trainer_compares_its_data_before_it_trains(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        last = comm.size - 1
-        mine = 5 if comm.rank == last else 0
-        model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
-        make = partial(Trainer, model, optimizer=SGD, loss=nn.CrossEntropyLoss())
-        trainer = make()
-        cases: list[tuple[Any, dict[str, Any], str]] = [
-            (batch(seed=mine), {}, f"different data: rank {last} has other samples than rank 0"),
-            (batch(SAMPLES + mine), {}, f"different data: rank {last} has 45 samples, rank 0 has 40"),
-            (TensorDataset(*batch(SAMPLES + mine)), {}, f"different data: rank {last} has 45 samples, rank 0 has 40"),
-            (batch(), {"batch_size": 10 + mine}, f"rank 0 has batch_size 10, rank {last} has batch_size 15"),
-            (batch(), {"iterations": 3 + mine}, f"rank 0 has iterations 3, rank {last} has iterations 8"),
-        ]
-        for data, options, match in cases:
-            with pytest.raises(InputError, match=match):
-                trainer.fit(data, **{"batch_size": 10, "iterations": 3, **options})
-        with pytest.raises(InputError, match=f"rank 0 has seed 0, rank {last} has seed 5"):
-            make(seed=mine).fit(batch(), batch_size=10, iterations=3)
-        with pytest.raises(InputError, match=f"different data: rank {last} has other samples than rank 0"):
-            trainer.evaluate(batch(seed=mine), batch_size=10)
-        assert trainer.iteration == 0
-        assert len(trainer.fit(batch(), batch_size=10, iterations=3, validation=batch(7)).losses) == 3
-
-    world(body)
+    last = comm.size - 1
+    mine = 5 if comm.rank == last else 0
+    model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
+    make = partial(Trainer, model, optimizer=SGD, loss=nn.CrossEntropyLoss())
+    trainer = make()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (batch(seed=mine), {}, f"different data: rank {last} has other samples than rank 0"),
+        (batch(SAMPLES + mine), {}, f"different data: rank {last} has 45 samples, rank 0 has 40"),
+        (TensorDataset(*batch(SAMPLES + mine)), {}, f"different data: rank {last} has 45 samples, rank 0 has 40"),
+        (batch(), {"batch_size": 10 + mine}, f"rank 0 has batch_size 10, rank {last} has batch_size 15"),
+        (batch(), {"iterations": 3 + mine}, f"rank 0 has iterations 3, rank {last} has iterations 8"),
+    ]
+    for data, options, match in cases:
+        with pytest.raises(InputError, match=match):
+            trainer.fit(data, **{"batch_size": 10, "iterations": 3, **options})
+    with pytest.raises(InputError, match=f"rank 0 has seed 0, rank {last} has seed 5"):
+        make(seed=mine).fit(batch(), batch_size=10, iterations=3)
+    with pytest.raises(InputError, match=f"different data: rank {last} has other samples than rank 0"):
+        trainer.evaluate(batch(seed=mine), batch_size=10)
+    assert trainer.iteration == 0
+    assert len(trainer.fit(batch(), batch_size=10, iterations=3, validation=batch(7)).losses) == 3
 
 
 @pytest.mark.parametrize("whole", [False, True])

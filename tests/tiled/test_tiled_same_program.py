@@ -60,11 +60,10 @@ class Layer(nn.Module):
                 return 3.0 if self.config.first[0] is self else 1.0
         return 1.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.act(self.gate(x)) * self.first(x)
         h = h * torch.sigmoid(h) if self.gated else h
-        result: torch.Tensor = x + self.last(self.drop(h * self.factor()))
-        return result
+        return x + self.last(self.drop(h * self.factor()))
 
 
 class Frozen(nn.Dropout):
@@ -227,10 +226,9 @@ def test_what_many_layers_fail_with_is_found_out_twice(monkeypatch: pytest.Monke
             super().__init__()
             self.first, self.last, self.index = nn.Linear(6, 10), nn.Linear(10, 6), index
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             h = self.last(torch.relu(self.first(x)))
-            result: torch.Tensor = x + (h if self.first.weight.sum() > self.index else 2 * h)
-            return result
+            return x + (h if self.first.weight.sum() > self.index else 2 * h)
 
     net = nn.Sequential(nn.Linear(6, 6), *(Branching(index) for index in range(5)))
     found = find_blocks(net, sample=torch.randn(4, 6))

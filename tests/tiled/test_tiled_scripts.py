@@ -3,8 +3,6 @@
 A script is a network, a layout and some steps, with something that users do between them. `make scripts` runs 500.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -22,8 +20,7 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import TatamiError
 from tatami.testing.worlds import World
-from tatami.tiling import Layout
-from tatami.tiling.layout import Replica
+from tatami.tiling import Layout, Replica
 from tatami.train import TiledModel, WeightAverage, load_whole_state_dict, move, tile, whole_state_dict
 from tiled_rig import assert_close
 
@@ -39,11 +36,10 @@ class Attention(nn.Module):
         super().__init__()
         self.inner, self.outer = nn.Linear(2, 24), nn.Linear(8, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         q, k, v = (each.view(-1, 3, 2, 4).transpose(1, 2) for each in self.inner(x.view(-1, 3, 2)).split(8, -1))
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, 3, 8)
-        result: torch.Tensor = x + self.outer(found).reshape(-1, WIDTH)
-        return result
+        return x + self.outer(found).reshape(-1, WIDTH)
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {

@@ -1,7 +1,5 @@
 """What a rank sends in a step is what the one description says, and what the simulator sends: message by message."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +9,7 @@ from torch import nn
 
 from tatami.cluster import Cluster, Processor
 from tatami.collective import Schedule
-from tatami.comm import Recording
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.wrapper import Call
+from tatami.comm import AbstractCommunicator, Call, Recording
 from tatami.sim.allreduce.replay import part_of
 from tatami.sim.tiling.iteration_plan import Floor
 from tatami.testing.worlds import World
@@ -148,22 +144,16 @@ def test_a_network_without_blocks_is_described(world: World) -> None:
 @pytest.mark.threads_only  # each process would follow the network again
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", ["gpt-dropout", "gpt", "vit"])
-def test_networks_that_are_followed_are_described(world: World, name: str) -> None:
+def test_networks_that_are_followed_are_described(comm: AbstractCommunicator, name: str) -> None:
     """Attention and MLPs, a GPT of two layers also recomputed. Not so, as yet: blocks whose sums are of several sizes, and
     losses over a divided vocabulary."""
     case = CASES[name]
     built = build(case)
     (x,) = case.draw(4, torch.Generator().manual_seed(0))
     assert isinstance(x, torch.Tensor)
-    hosts = hosts_of(world.size, "apart")
-
-    def body(comm: AbstractCommunicator) -> None:
-        layouts = [some_layouts(world.size)[0], some_layouts(world.size)[-1]]
-        layouts += [each.recomputing() for each in layouts if name == "gpt"]
-        for layout in layouts:
-            model = tile(
-                built, Placed(comm, hosts=hosts), batch_size=4, speeds="equal", layout=layout, reduction="sum", sample=x
-            )
-            check_step(model, x, cluster=cluster_of(hosts))
-
-    world(body)
+    hosts = hosts_of(comm.size, "apart")
+    layouts = [some_layouts(comm.size)[0], some_layouts(comm.size)[-1]]
+    layouts += [each.recomputing() for each in layouts if name == "gpt"]
+    for layout in layouts:
+        model = tile(built, Placed(comm, hosts=hosts), batch_size=4, speeds="equal", layout=layout, reduction="sum", sample=x)
+        check_step(model, x, cluster=cluster_of(hosts))

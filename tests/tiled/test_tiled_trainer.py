@@ -1,7 +1,5 @@
 """The Trainer is the loop that one would write by hand: same losses, same parameters, same evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -150,63 +148,52 @@ def test_an_optimizer_may_be_given_ready_made(world: World, retile: Retiler | No
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_optimizer_of_the_plain_network_is_refused(world: World) -> None:
+def test_an_optimizer_of_the_plain_network_is_refused(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        with pytest.raises(InputError, match=r"the optimizer has \d+ parameters that are not the tiled model's.*after model ="):
-            Trainer(model, optimizer=SGD(network().parameters()), loss=nn.MSELoss())
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    with pytest.raises(InputError, match=r"the optimizer has \d+ parameters that are not the tiled model's.*after model ="):
+        Trainer(model, optimizer=SGD(network().parameters()), loss=nn.MSELoss())
 
 
 @pytest.mark.parametrize("seed", [2**64 - 1, 0])
 @pytest.mark.ranks(1, 2)
-def test_every_seed_shuffles(world: World, seed: int) -> None:
+def test_every_seed_shuffles(comm: AbstractCommunicator, seed: int) -> None:
     """The seed of an epoch is `seed + epoch`, which must not leave the numbers that torch takes."""
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=11)
-        history = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=seed).fit(inputs(), batch_size=11, epochs=2)
-        assert len(history.losses) == 6
-        for wrong in (-1, 2**64):
-            with pytest.raises(InputError, match=rf"a seed must be a whole number from 0 to 2\*\*64 - 1, not {wrong}"):
-                Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=wrong)
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=11)
+    history = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=seed).fit(inputs(), batch_size=11, epochs=2)
+    assert len(history.losses) == 6
+    for wrong in (-1, 2**64):
+        with pytest.raises(InputError, match=rf"a seed must be a whole number from 0 to 2\*\*64 - 1, not {wrong}"):
+            Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=wrong)
 
 
-def test_it_stops_where_it_is_told(world: World) -> None:
+def test_it_stops_where_it_is_told(comm: AbstractCommunicator) -> None:
     losses, _ = fitted(batch_size=SAMPLES, epochs=6, seed=None)
     built = network()
 
-    def body(comm: AbstractCommunicator) -> None:
-        def train(**stop: Any) -> History:
-            model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
-            return Trainer(model, optimizer=SGD, loss=nn.MSELoss()).fit(inputs(), batch_size=SAMPLES, **stop)
+    def train(**stop: Any) -> History:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        return Trainer(model, optimizer=SGD, loss=nn.MSELoss()).fit(inputs(), batch_size=SAMPLES, **stop)
 
-        below = train(stop_below=losses[3] + 1e-9)
-        first = next(index for index, loss in enumerate(losses) if loss < losses[3] + 1e-9)
-        assert (len(below.losses), below.stopped) == (first + 1, "loss")
-        by_iterations = train(epochs=5, iterations=2)
-        assert (len(by_iterations.losses), by_iterations.stopped) == (2, "iterations")
-        for stop, match in (
-            ({}, "say when to stop"),
-            ({"epochs": 0}, "epochs must be at least 1, not 0"),
-            ({"iterations": -1}, "iterations must be at least 1, not -1"),
-            ({"stop_below": float("nan")}, "stop_below must be a finite number, not nan"),
-            ({"stop_below": float("inf")}, "stop_below must be a finite number, not inf"),
-        ):
-            with pytest.raises(InputError, match=match):
-                train(**stop)
-
-    world(body)
+    below = train(stop_below=losses[3] + 1e-9)
+    first = next(index for index, loss in enumerate(losses) if loss < losses[3] + 1e-9)
+    assert (len(below.losses), below.stopped) == (first + 1, "loss")
+    by_iterations = train(epochs=5, iterations=2)
+    assert (len(by_iterations.losses), by_iterations.stopped) == (2, "iterations")
+    for stop, match in (
+        ({}, "say when to stop"),
+        ({"epochs": 0}, "epochs must be at least 1, not 0"),
+        ({"iterations": -1}, "iterations must be at least 1, not -1"),
+        ({"stop_below": float("nan")}, "stop_below must be a finite number, not nan"),
+        ({"stop_below": float("inf")}, "stop_below must be a finite number, not inf"),
+    ):
+        with pytest.raises(InputError, match=match):
+            train(**stop)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_evaluation_weighs_by_samples(world: World, reduction: str) -> None:
+def test_evaluation_weighs_by_samples(comm: AbstractCommunicator, reduction: str) -> None:
     built, (x, y) = network(), inputs()
     loss = nn.MSELoss(reduction=reduction)
     output = built(x).detach()
@@ -215,36 +202,29 @@ def test_evaluation_weighs_by_samples(world: World, reduction: str) -> None:
     def near(output: torch.Tensor, target: torch.Tensor) -> float:
         return float(((output - target).abs().amax(1) < 0.5).double().mean())
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
-            trainer = Trainer(model, optimizer=SGD, loss=loss)
-            model.eval()
-            values = trainer.evaluate((x, y), batch_size=9, metrics={"near": near})
-            assert values == pytest.approx(expected, rel=1e-10)
-            assert not model.training
-            history = trainer.fit((x, y), batch_size=9, epochs=2, validation=(x, y), metrics={"near": near})
-            assert len(history.validation) == 2
-            assert history.validation[-1] == pytest.approx(trainer.evaluate((x, y), batch_size=SAMPLES, metrics={"near": near}))
-
-    world(body)
+    for layout in some_layouts(comm.size):
+        model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+        trainer = Trainer(model, optimizer=SGD, loss=loss)
+        model.eval()
+        values = trainer.evaluate((x, y), batch_size=9, metrics={"near": near})
+        assert values == pytest.approx(expected, rel=1e-10)
+        assert not model.training
+        history = trainer.fit((x, y), batch_size=9, epochs=2, validation=(x, y), metrics={"near": near})
+        assert len(history.validation) == 2
+        assert history.validation[-1] == pytest.approx(trainer.evaluate((x, y), batch_size=SAMPLES, metrics={"near": near}))
 
 
-def test_an_evaluation_between_iterations_is_in_no_iteration(world: World) -> None:
+def test_an_evaluation_between_iterations_is_in_no_iteration(comm: AbstractCommunicator) -> None:
     """Its tensor-parallel sums would lengthen the t1 of the next one."""
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        model.phases.clock = HandClock(step_s=1.0)
-        Trainer(model, optimizer=SGD, loss=nn.MSELoss()).evaluate(inputs(), batch_size=9)
-        assert model.phases.finish_iteration().total_s == 0
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    model.phases.clock = HandClock(step_s=1.0)
+    Trainer(model, optimizer=SGD, loss=nn.MSELoss()).evaluate(inputs(), batch_size=9)
+    assert model.phases.finish_iteration().total_s == 0
 
 
 @pytest.mark.ranks(1, 2)
-def test_losses_that_the_parts_do_not_make_up_are_refused(world: World) -> None:
+def test_losses_that_the_parts_do_not_make_up_are_refused(comm: AbstractCommunicator) -> None:
     weight = torch.tensor([1.0, 2.0], dtype=torch.float64)
     built = network()
     cases: list[tuple[Any, str]] = [
@@ -253,60 +233,48 @@ def test_losses_that_the_parts_do_not_make_up_are_refused(world: World) -> None:
         (nn.NLLLoss(weight=weight), "NLLLoss with class weights"),
         (nn.MSELoss(reduction="none"), "'mean' or 'sum', not by 'none'"),
     ]
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        for loss, match in cases:
-            with pytest.raises(InputError, match=match):
-                Trainer(model, optimizer=SGD, loss=loss)
-        Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(weight=weight, reduction="sum"))
-        Trainer(model, optimizer=SGD, loss=nn.BCEWithLogitsLoss(pos_weight=weight))
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    for loss, match in cases:
+        with pytest.raises(InputError, match=match):
+            Trainer(model, optimizer=SGD, loss=loss)
+    Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(weight=weight, reduction="sum"))
+    Trainer(model, optimizer=SGD, loss=nn.BCEWithLogitsLoss(pos_weight=weight))
 
 
 @pytest.mark.ranks(1, 2)
-def test_optimizers_that_look_at_whole_weights_are_refused(world: World) -> None:
+def test_optimizers_that_look_at_whole_weights_are_refused(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        for optimizer in (torch.optim.LBFGS, torch.optim.Adafactor):
-            with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
-                Trainer(model, optimizer=optimizer, loss=nn.MSELoss())
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    for optimizer in (torch.optim.LBFGS, torch.optim.Adafactor):
+        with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
+            Trainer(model, optimizer=optimizer, loss=nn.MSELoss())
 
 
 @pytest.mark.ranks(1)
-def test_data_that_can_not_be(world: World) -> None:
+def test_data_that_can_not_be(comm: AbstractCommunicator) -> None:
     x, y = inputs()
-
-    def body(comm: AbstractCommunicator) -> None:
-        trainer = Trainer(tiled(network(), comm, layout=some_layouts(1)[0], batch_size=4), optimizer=SGD, loss=nn.MSELoss())
-        for data, batch_size, match in (
-            ((x, y[:-1]), 4, "23 inputs but 22 targets"),
-            ((x[:0], y[:0]), 4, "the data set is empty"),
-            ((x, y), 0, "batch_size must be at least 1, not 0"),
+    trainer = Trainer(tiled(network(), comm, layout=some_layouts(1)[0], batch_size=4), optimizer=SGD, loss=nn.MSELoss())
+    for data, batch_size, match in (
+        ((x, y[:-1]), 4, "23 inputs but 22 targets"),
+        ((x[:0], y[:0]), 4, "the data set is empty"),
+        ((x, y), 0, "batch_size must be at least 1, not 0"),
+    ):
+        with pytest.raises(InputError, match=match):
+            trainer.fit(data, batch_size=batch_size, epochs=1)
+    for wrong, match in (
+        (3, r"data must be tensors \(a pair of inputs and targets, a tuple or a dict\), a data set with .* not a int"),
+        ((x.numpy(), y.numpy()), r"data must be a pair of tensors \(inputs, targets\), not \(ndarray, ndarray\)"),
+    ):
+        for use in (
+            lambda wrong: trainer.fit(wrong, batch_size=4, epochs=1),
+            lambda wrong: trainer.fit((x, y), batch_size=4, epochs=1, validation=wrong),
+            lambda wrong: trainer.evaluate(wrong, batch_size=4),
         ):
             with pytest.raises(InputError, match=match):
-                trainer.fit(data, batch_size=batch_size, epochs=1)
-        for wrong, match in (
-            (3, r"data must be tensors \(a pair of inputs and targets, a tuple or a dict\), a data set with .* not a int"),
-            ((x.numpy(), y.numpy()), r"data must be a pair of tensors \(inputs, targets\), not \(ndarray, ndarray\)"),
-        ):
-            for use in (
-                lambda wrong: trainer.fit(wrong, batch_size=4, epochs=1),
-                lambda wrong: trainer.fit((x, y), batch_size=4, epochs=1, validation=wrong),
-                lambda wrong: trainer.evaluate(wrong, batch_size=4),
-            ):
-                with pytest.raises(InputError, match=match):
-                    use(wrong)
-        with pytest.raises(InputError, match="the validation data set is empty"):
-            trainer.fit((x, y), batch_size=4, epochs=1, validation=(x[:0], y[:0]))
-        assert trainer.iteration == 0
-
-    world(body)
+                use(wrong)
+    with pytest.raises(InputError, match="the validation data set is empty"):
+        trainer.fit((x, y), batch_size=4, epochs=1, validation=(x[:0], y[:0]))
+    assert trainer.iteration == 0
 
 
 @pytest.mark.ranks(1, 2)

@@ -1,7 +1,5 @@
 """What a user may do after `tatami.tile`, or have done before: as on one machine, or refused by name; never another number."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
@@ -25,6 +23,8 @@ from tatami.tiling import Layout
 from tatami.train import TiledModel, Trainer, WeightAverage, move, tile, whole_state_dict
 from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 SAMPLES = 12
 PRUNE: Any = prune.l1_unstructured  # which torch has no types for
 Change = Callable[[Any, int], Any]
@@ -42,11 +42,10 @@ class Gate(nn.Module):
         self.settings = {"scale": 1.0}
         self.register_buffer("warmth", torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         gate = torch.sigmoid(self.gate(x) * self.temperature * self.warmth) * self.settings["scale"]
         gate = gate * gate if self.is_squared else gate
-        result: torch.Tensor = x + self.down(self.dropout(self.slope(self.up(x)) * gate))
-        return result
+        return x + self.down(self.dropout(self.slope(self.up(x)) * gate))
 
 
 class Network(nn.Module):
@@ -55,9 +54,8 @@ class Network(nn.Module):
         self.gated = Gate()
         self.pair = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.pair(self.gated(x))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.pair(self.gated(x))
 
 
 @one_at_a_time
@@ -274,7 +272,6 @@ MID_RUN = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("make", [DataParallel, tiled])
 @pytest.mark.parametrize("name", MID_RUN)
 def test_parameters_that_change_in_mid_run(world: World, make: Any, name: str) -> None:
@@ -298,7 +295,6 @@ def test_parameters_that_change_in_mid_run(world: World, make: Any, name: str) -
     world(body)
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("lay", [split, data])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_as_on_one_machine_or_refused(world: World, name: str, lay: Callable[[int], Layout]) -> None:
@@ -343,14 +339,10 @@ COUPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", COUPLED)
-def test_samples_that_see_each_other_are_refused(world: World, name: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(ModelError, match="depends on the other samples of the batch, or on how many there are"):
-            tiled(Coupled(COUPLED[name]), comm, data(comm.size))
-
-    world(body)
+def test_samples_that_see_each_other_are_refused(comm: AbstractCommunicator, name: str) -> None:
+    with pytest.raises(ModelError, match="depends on the other samples of the batch, or on how many there are"):
+        tiled(Coupled(COUPLED[name]), comm, data(comm.size))
 
 
 def doubled_above(h: torch.Tensor) -> torch.Tensor:
@@ -415,7 +407,6 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
 FINE = ("mean", "sum over count", "half of two")
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_no_mean_of_its_samples_is_refused(world: World, name: str) -> None:
     """By itself where its graph shows it; by `check_loss`, which is asked of the first batch of a training step, always."""
@@ -450,7 +441,6 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(world: World, name: st
     world(body)
 
 
-@pytest.mark.ranks(1, 2, 3)
 def test_losses_that_are_made_of_means_over_the_batch(world: World) -> None:
     """A root, a masked mean and a balance of experts, of means over the global batch."""
     plain, built = network(), network()
@@ -478,7 +468,6 @@ def test_losses_that_are_made_of_means_over_the_batch(world: World) -> None:
 # -- what moves ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2, 3)
 def test_all_optimizers_and_an_average_move(world: World) -> None:
     """Two optimizers, of which one is given, and a moving average of the weights."""
 
@@ -521,7 +510,6 @@ def test_all_optimizers_and_an_average_move(world: World) -> None:
     world(body)
 
 
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
@@ -530,11 +518,10 @@ def test_all_optimizers_and_an_average_move(world: World) -> None:
     ],
     ids=["complex", "sparse"],
 )
-def test_tensors_that_ranks_do_not_share_are_refused_by_name(world: World, tensor: torch.Tensor, match: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        network = Network()
-        setattr(network, "odd", tensor) if isinstance(tensor, nn.Parameter) else network.register_buffer("odd", tensor)
-        with pytest.raises(InputError, match=match):
-            tile(network, comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
-
-    world(body)
+def test_tensors_that_ranks_do_not_share_are_refused_by_name(
+    comm: AbstractCommunicator, tensor: torch.Tensor, match: str
+) -> None:
+    network = Network()
+    setattr(network, "odd", tensor) if isinstance(tensor, nn.Parameter) else network.register_buffer("odd", tensor)
+    with pytest.raises(InputError, match=match):
+        tile(network, comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)

@@ -1,7 +1,5 @@
 """An update over several batches, in half precision, by a scaler, of frozen and of tied weights: as in the plain loop."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -61,7 +59,7 @@ def test_accumulated_batches_are_one_batch_of_all_their_samples(world: World, re
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_bfloat16_by_autocast_is_as_the_plain_loop_up_to_bfloat16(world: World) -> None:
+def test_bfloat16_by_autocast_is_as_the_plain_loop_up_to_bfloat16(comm: AbstractCommunicator) -> None:
     x, y = inputs(torch.float32)
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
@@ -70,53 +68,41 @@ def test_bfloat16_by_autocast_is_as_the_plain_loop_up_to_bfloat16(world: World) 
 
     expected, _ = plain_fit(network(torch.float32), [(x, y)] * 4, loss=loss, optimizer=SGD)
     built = network(torch.float32)
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
-            trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="bf16-mixed")
-            history = trainer.fit((x, y), batch_size=SAMPLES, epochs=4)
-            assert history.losses == pytest.approx(expected, rel=0.02)
-            assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-            assert trainer.predict(x, batch_size=SAMPLES).dtype == torch.bfloat16
-
-    world(body)
+    for layout in some_layouts(comm.size):
+        model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="bf16-mixed")
+        history = trainer.fit((x, y), batch_size=SAMPLES, epochs=4)
+        assert history.losses == pytest.approx(expected, rel=0.02)
+        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+        assert trainer.predict(x, batch_size=SAMPLES).dtype == torch.bfloat16
 
 
 @pytest.mark.ranks(2, 3)
-def test_precision_that_differs_between_ranks_is_refused(world: World) -> None:
+def test_precision_that_differs_between_ranks_is_refused(comm: AbstractCommunicator) -> None:
     built = network(torch.float32)
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="bf16-mixed" if comm.rank else None)
-        with pytest.raises(InputError, match="rank 0 has precision None, rank 1 has precision bf16-mixed"):
-            trainer.fit(inputs(torch.float32), batch_size=SAMPLES, epochs=1)
-        x, _ = model.local(*inputs(torch.float32))
-        with (
-            torch.autocast("cpu", dtype=torch.bfloat16, enabled=comm.rank == 1),
-            pytest.raises(InputError, match=r"rank 0 computes in the dtype of the weights, rank 1 in torch.bfloat16"),
-        ):
-            model(x)
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="bf16-mixed" if comm.rank else None)
+    with pytest.raises(InputError, match="rank 0 has precision None, rank 1 has precision bf16-mixed"):
+        trainer.fit(inputs(torch.float32), batch_size=SAMPLES, epochs=1)
+    x, _ = model.local(*inputs(torch.float32))
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=comm.rank == 1),
+        pytest.raises(InputError, match=r"rank 0 computes in the dtype of the weights, rank 1 in torch.bfloat16"),
+    ):
+        model(x)
 
 
 @pytest.mark.ranks(1)
-def test_settings_that_cannot_be(world: World) -> None:
+def test_settings_that_cannot_be(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(1)[0], batch_size=SAMPLES)
-        for options, match in (
-            ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be at least 1, not 0"),
-            ({"precision": "16-true"}, "precision must be 'bf16-mixed', '16-mixed' or None .* not '16-true'"),
-            ({"gradient_clip_val": 0.0}, "gradient_clip_val must be above 0, not 0"),
-        ):
-            with pytest.raises(InputError, match=match):
-                Trainer(model, optimizer=SGD, loss=nn.MSELoss(), **options)
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(1)[0], batch_size=SAMPLES)
+    for options, match in (
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be at least 1, not 0"),
+        ({"precision": "16-true"}, "precision must be 'bf16-mixed', '16-mixed' or None .* not '16-true'"),
+        ({"gradient_clip_val": 0.0}, "gradient_clip_val must be above 0, not 0"),
+    ):
+        with pytest.raises(InputError, match=match):
+            Trainer(model, optimizer=SGD, loss=nn.MSELoss(), **options)
 
 
 def overflowing(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor, local: Any) -> list[float]:
@@ -144,35 +130,27 @@ def spoil(model: Any) -> None:
         model.module[0].weight.grad[5 - model.tile.units.start] = torch.inf  # type: ignore[index]
 
 
-def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(world: World) -> None:
+def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(comm: AbstractCommunicator) -> None:
     """One rank alone has the unit that overflows."""
     plain, (x, y) = network(), inputs()
     scales = overflowing(plain, SGD(plain.parameters()), x, y, lambda *batch: batch)
     assert scales == [256.0, 128.0, 128.0, 256.0]
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout, options in with_shards(some_layouts(comm.size)):
-            given = {"speeds": "equal", **options}
-            model = tile(built, comm, layout=layout, batch_size=SAMPLES, reduction="mean", quiet=True, **given)
-            assert overflowing(model, SGD(model.parameters()), x, y, model.local) == scales
-            assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"parameters on {layout}")
-
-    world(body)
+    for layout, options in with_shards(some_layouts(comm.size)):
+        given = {"speeds": "equal", **options}
+        model = tile(built, comm, layout=layout, batch_size=SAMPLES, reduction="mean", quiet=True, **given)
+        assert overflowing(model, SGD(model.parameters()), x, y, model.local) == scales
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"parameters on {layout}")
 
 
 @pytest.mark.ranks(1, 2)
-def test_float16_by_the_trainer_uses_a_scaler(world: World) -> None:
+def test_float16_by_the_trainer_uses_a_scaler(comm: AbstractCommunicator) -> None:
     built = network(torch.float32)
     x, y = inputs(torch.float32)
     expected, _ = plain_fit(network(torch.float32), [(x, y)] * 4, loss=mse, optimizer=SGD)
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
-        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="16-mixed")
-        assert trainer.fit((x, y), batch_size=SAMPLES, epochs=4).losses == pytest.approx(expected, rel=0.02)
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+    trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="16-mixed")
+    assert trainer.fit((x, y), batch_size=SAMPLES, epochs=4).losses == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["tied", "low-rank"])
@@ -219,36 +197,28 @@ def tile_quietly(network: nn.Module, comm: AbstractCommunicator, *, equal: bool,
 
 
 @pytest.mark.ranks(1)
-def test_a_network_that_is_not_tiled_needs_ranks_and_what_makes_its_optimizer(world: World) -> None:
+def test_a_network_that_is_not_tiled_needs_ranks_and_what_makes_its_optimizer(comm: AbstractCommunicator) -> None:
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"give the Trainer comm=tatami.init\(\), or what tatami.tile returned"):
-            Trainer(built, optimizer=SGD, loss=nn.MSELoss())
-        with pytest.raises(InputError, match="give what makes the optimizer"):
-            Trainer(built, comm=comm, optimizer=SGD(built.parameters()), loss=nn.MSELoss())
-
-    world(body)
+    with pytest.raises(InputError, match=r"give the Trainer comm=tatami.init\(\), or what tatami.tile returned"):
+        Trainer(built, optimizer=SGD, loss=nn.MSELoss())
+    with pytest.raises(InputError, match="give what makes the optimizer"):
+        Trainer(built, comm=comm, optimizer=SGD(built.parameters()), loss=nn.MSELoss())
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.ranks(1, 2)
-def test_compiling_is_refused_where_ranks_meet_in_the_forward_pass(world: World) -> None:
+def test_compiling_is_refused_where_ranks_meet_in_the_forward_pass(comm: AbstractCommunicator) -> None:
     """One rank alone may compile; `eager` is torch's backend that compiles to what it was given."""
     built, (x, y) = network(), inputs()
     plain = network()
     torch.autograd.backward(F.mse_loss(plain(x), y))
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        here_x, here_y = model.local(x, y)
-        compiled = torch.compile(model, backend="eager")
-        if comm.size == 1:
-            torch.autograd.backward(F.mse_loss(compiled(here_x), here_y))
-            assert_close(gradients(model.module), gradients(plain), what="gradients")
-            return
-        for call in (compiled, torch.compile(lambda x: 2 * model(x), backend="eager")):
-            with pytest.raises(ModelError, match=r"torch\.compile follows a tiled model into the sums over its ranks"):
-                call(here_x)
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+    here_x, here_y = model.local(x, y)
+    compiled = torch.compile(model, backend="eager")
+    if comm.size == 1:
+        torch.autograd.backward(F.mse_loss(compiled(here_x), here_y))
+        assert_close(gradients(model.module), gradients(plain), what="gradients")
+        return
+    for call in (compiled, torch.compile(lambda x: 2 * model(x), backend="eager")):
+        with pytest.raises(ModelError, match=r"torch\.compile follows a tiled model into the sums over its ranks"):
+            call(here_x)

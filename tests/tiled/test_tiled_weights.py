@@ -1,7 +1,5 @@
 """Weights in files: whole, ordinary, for any tiling; and the last good ones where a loss stops being finite."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -21,8 +19,7 @@ from torch import nn
 import tatami
 from drawing import one_at_a_time
 from tatami.checkpoints import tensors
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.threads import run_threads
+from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, CommTimeoutError, ModelError, NotFiniteError, OutputExistsError
 from tatami.retiling import Controller, Decision, DecisionKind, Retiler
 from tatami.testing.worlds import World
@@ -51,9 +48,8 @@ class Network(nn.Module):
         self.register_buffer("counts", torch.arange(3) + seed)
         self.double()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.tied(self.last(self.two(self.one(x))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.tied(self.last(self.two(self.one(x))))
 
 
 @pytest.fixture

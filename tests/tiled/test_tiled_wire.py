@@ -1,7 +1,5 @@
 """Half the bytes on the wire: the same bits on every rank, about the plain run's gradients, and exact what must be exact."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -18,8 +16,7 @@ from tatami.runtime.gradient_exchange import GradientExchange
 from tatami.runtime.rows import ONE_EACH, Rows
 from tatami.runtime.vector_sum import VectorSum
 from tatami.testing.worlds import World
-from tatami.tiling import AlphaBetaCost, Tiling, traffic_of
-from tatami.tiling.bounds import time_bound_s, volume_bytes
+from tatami.tiling import AlphaBetaCost, Tiling, time_bound_s, traffic_of, volume_bytes
 from tatami.tiling.traffic import size_digits, sizes_of
 from tatami.train import Trainer, tile
 from tatami.workload import WIRES, Workload, net_workload
@@ -38,53 +35,45 @@ def drawn(rank: int, *shape: int) -> torch.Tensor:
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("size", [7, 20_000])
-def test_a_replica_sums_what_was_rounded(world: World, wire: str, size: int) -> None:
+def test_a_replica_sums_what_was_rounded(comm: AbstractCommunicator, wire: str, size: int) -> None:
     """Rounded, added up in float32, rounded: to the bit, and so on every rank. What is exact, or a library sums, is not."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        own = drawn(comm.rank, size)
-        replica = VectorSum(Placed(comm, hosts=hosts_of(comm.size, "apart")), wire=wire)
-        half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[wire]
-        for exact in (False, True):
-            summed = own.clone()
-            replica.sum_(summed, exact=exact)
-            expected = torch.zeros(size)
-            for rank in range(comm.size):
-                expected += drawn(rank, size) if exact else drawn(rank, size).to(half).float()
-            assert torch.equal(summed, expected if exact else expected.to(half).float())
-        if comm.size > 2:
-            summed = own.clone()
-            VectorSum(Placed(comm, hosts=hosts_of(comm.size, "one")), wire=wire).sum_(summed)
-            assert torch.allclose(summed, sum((drawn(rank, size) for rank in range(comm.size)), torch.zeros(size)), atol=1e-5)
-
-    world(body)
+    own = drawn(comm.rank, size)
+    replica = VectorSum(Placed(comm, hosts=hosts_of(comm.size, "apart")), wire=wire)
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[wire]
+    for exact in (False, True):
+        summed = own.clone()
+        replica.sum_(summed, exact=exact)
+        expected = torch.zeros(size)
+        for rank in range(comm.size):
+            expected += drawn(rank, size) if exact else drawn(rank, size).to(half).float()
+        assert torch.equal(summed, expected if exact else expected.to(half).float())
+    if comm.size > 2:
+        summed = own.clone()
+        VectorSum(Placed(comm, hosts=hosts_of(comm.size, "one")), wire=wire).sum_(summed)
+        assert torch.allclose(summed, sum((drawn(rank, size) for rank in range(comm.size)), torch.zeros(size)), atol=1e-5)
 
 
 @on_ranks
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("elements", [3, 20_000])
-def test_owners_end_with_the_same_bits(world: World, wire: str, elements: int) -> None:
+def test_owners_end_with_the_same_bits(comm: AbstractCommunicator, wire: str, elements: int) -> None:
     """Replicas of one rank (C = 2: swapped; more: reduced and given back); replicated gradients that ride, or are too large."""
-    names = [f"p{rank}" for rank in range(world.size)]
-    tilings: list[Tiling] = [simple_layout(*([rank] for rank in range(world.size))).cut(samples=8, units=9)]
-
-    def body(comm: AbstractCommunicator) -> None:
-        placed = Placed(comm, hosts=hosts_of(comm.size, "apart"))
-        exchange = GradientExchange(placed, tilings=tilings, names=names, wire=wire)
-        rows = drawn(comm.rank, 9, 5)
-        told = torch.zeros(comm.size)
-        told[comm.rank] = 200.0 + comm.rank
-        replicated, heard = exchange.sum([[Rows(rows, ONE_EACH)]], [drawn(comm.rank, elements), told])
-        assert heard.tolist() == [200.0 + rank for rank in range(comm.size)]
-        for summed, shape in ((rows, (9, 5)), (replicated, (elements,))):
-            assert summed.dtype is torch.float32
-            parts = [drawn(rank, *shape) for rank in range(comm.size)]
-            bound = sum(part.abs() for part in parts) * 2 * ROUNDING[wire] * 1.01 + 1e-6
-            assert bool(((summed - sum(parts)).abs() <= bound).all())
-            assert all(torch.equal(summed, other) for other in comm.allgather_object(summed))
-
-    world(body)
+    names = [f"p{rank}" for rank in range(comm.size)]
+    tilings: list[Tiling] = [simple_layout(*([rank] for rank in range(comm.size))).cut(samples=8, units=9)]
+    placed = Placed(comm, hosts=hosts_of(comm.size, "apart"))
+    exchange = GradientExchange(placed, tilings=tilings, names=names, wire=wire)
+    rows = drawn(comm.rank, 9, 5)
+    told = torch.zeros(comm.size)
+    told[comm.rank] = 200.0 + comm.rank
+    replicated, heard = exchange.sum([[Rows(rows, ONE_EACH)]], [drawn(comm.rank, elements), told])
+    assert heard.tolist() == [200.0 + rank for rank in range(comm.size)]
+    for summed, shape in ((rows, (9, 5)), (replicated, (elements,))):
+        assert summed.dtype is torch.float32
+        parts = [drawn(rank, *shape) for rank in range(comm.size)]
+        bound = sum(part.abs() for part in parts) * 2 * ROUNDING[wire] * 1.01 + 1e-6
+        assert bool(((summed - sum(parts)).abs() <= bound).all())
+        assert all(torch.equal(summed, other) for other in comm.allgather_object(summed))
 
 
 @on_ranks
@@ -190,12 +179,8 @@ def test_plans_know_of_the_wire() -> None:
     assert other[3] <= one[3]
 
 
-def test_other_wires_are_refused(world: World) -> None:
+def test_other_wires_are_refused(comm: AbstractCommunicator) -> None:
     with pytest.raises(PlanError, match=r"wire must be bfloat16 or float16, or None: .* not 'int8'"):
         Workload(samples=3, wire="int8")
-
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(PlanError, match="not 'float8'"):
-            tile(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), comm, batch_size=9, wire="float8")
-
-    world(body)
+    with pytest.raises(PlanError, match="not 'float8'"):
+        tile(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), comm, batch_size=9, wire="float8")

@@ -1,7 +1,5 @@
 """The planner of least predicted time: never worse than another, and few of its candidates priced."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Cost models against figures worked out by hand, and bounds that no plan beats."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations

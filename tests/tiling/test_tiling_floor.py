@@ -1,7 +1,5 @@
 """Spans, tiles, tilings and layouts: whole numbers that cover the floor exactly once."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise, product
 from unittest import mock
@@ -11,8 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import PlanError
-from tatami.tiling import FEW, GRAIN, Layout, Replica, Span, Tile, Tiling, largest_remainder, span, spans, whole_shares
-from tatami.tiling.tiling import OwnedUnits
+from tatami.tiling import (
+    FEW,
+    GRAIN,
+    Layout,
+    OwnedUnits,
+    Replica,
+    Span,
+    Tile,
+    Tiling,
+    largest_remainder,
+    span,
+    spans,
+    whole_shares,
+)
 from tatami.workload import Block, Workload
 
 LAYOUT = Layout(

@@ -1,7 +1,5 @@
 """Messages of gradient sums: played on whole numbers, every owner ends with the sum of every unit, each part counted once."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

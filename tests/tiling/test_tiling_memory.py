@@ -1,7 +1,5 @@
 """Memory: what plans keep, that none keeps more than there is, and what the error says where nothing fits."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -17,8 +15,7 @@ from tatami.tiling import PLANNERS, Layout, Replica, compare, plan
 from tatami.tiling.memory import lacking_bytes, memory_bytes, squeezed
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import gradient_sums
-from tatami.workload import Block, Workload
-from tatami.workload.gpt import gpt_workload
+from tatami.workload import Block, Workload, gpt_workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to take", "ignore:.*leaves out")
 

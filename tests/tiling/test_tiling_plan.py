@@ -1,7 +1,5 @@
 """`plan` from end to end: the baselines' shares, who is left out, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Layouts whose ranks recompute activations: what they keep and take, and when plans have them."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -11,8 +9,7 @@ import pytest
 from tatami.cluster import Cluster, Processor
 from tatami.errors import MemoryLackError, PlanError
 from tatami.planning import compared
-from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, plan, timeline
-from tatami.tiling.bounds import volume_bytes
+from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, plan, timeline, volume_bytes
 from tatami.tiling.memory import lacking_bytes, memory_bytes
 from tatami.tiling.recomputing import refuse_recomputation
 from tatami.tiling.room import with_room

@@ -1,7 +1,5 @@
 """SRPM: the paper's table digit for digit, and no contiguous partition is better."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Who takes part, in how many micro-batches, and what is said of those that are left out."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any

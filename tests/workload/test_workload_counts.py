@@ -1,7 +1,5 @@
 """Workloads: what is counted, of networks by sizes and of GPTs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

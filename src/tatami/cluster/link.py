@@ -74,8 +74,8 @@ def link_problems(*, bandwidth_bytes_per_s: float, latency_s: float) -> dict[str
         problems["latency"] = f"the latency of a link must be a finite number >= 0 s, not {latency_s:g}"
     elif latency_s > _LONGEST_S:
         problems["latency"] = (
-            f"the latency of a link must be at most {format_duration(_LONGEST_S)}, not {latency_s:g} s: a number without a unit "
-            'is in seconds; write "200 us"'
+            f"the latency of a link must be at most {format_duration(_LONGEST_S)}, not {latency_s:g} s: a number without "
+            'a unit is in seconds; write "200 us"'
         )
     return problems
 

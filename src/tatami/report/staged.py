@@ -62,7 +62,9 @@ def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, wid
         for what, own in _largest(plan.parts_s, plan.iteration_s)
     ]
     all_ = {2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
-    text = f"An iteration takes {seconds_words(plan.iteration_s)}: {', '.join(shown)}. Without communication and waiting, {all_} "
+    text = (
+        f"An iteration takes {seconds_words(plan.iteration_s)}: {', '.join(shown)}. Without communication and waiting, {all_} "
+    )
     text += f"would take {seconds_words(ideal_s)}."
     if not plan.is_measured:
         text += f" Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times are guesses."
