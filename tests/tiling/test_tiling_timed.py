@@ -17,6 +17,7 @@ from tatami.tiling import (
     at_equal_times,
     at_tiles,
     compare,
+    find_planner,
     plan,
     tile_flop,
     with_speeds,
@@ -242,7 +243,7 @@ def test_few_samples_are_divided_by_the_times_of_whole_ones(machines: list[tuple
     sizes = (1, 2, 4, 8, 16, 64)
     speeds = [SpeedTable((k * flop, k * flop / takes_s(k, each)) for k in sizes) for each in machines]
     cluster = Cluster.from_speeds(speeds)
-    layout = plan("weighted", cluster=cluster, workload=work).layout
+    layout = find_planner("weighted").layout(cluster=cluster, workload=work, cost=AlphaBetaCost())
     first, found = layout.sample_sizes(samples), evened(layout, cluster=cluster, workload=work, flop_per_s=1.0)
     last = found.sample_sizes(samples)
     assert sum(last) == samples

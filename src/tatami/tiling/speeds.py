@@ -110,6 +110,8 @@ def tile_flop(layout: Layout, *, workload: Workload, samples: Sequence[float] | 
     """What every tile computes at a time, in one micro-batch, as planners price it.
 
     Args:
+        layout: who has which tile.
+        workload: what is computed.
         samples: how many each replica has; None: as the layout divides those of the workload.
     """
     if samples is None:
