@@ -162,7 +162,7 @@ class _Passes:
         return self._known[tuple(places)]
 
     def reads_of_several(self) -> str:
-        """The first line that reads a number of several samples: in some batch a value that the whole sample batch did not give."""
+        """The first line that reads a number of several samples: one that some batch gives, and the whole sample does not."""
         first, *others = self._known.values()
         for each in others:
             for line, values in each.reads.items():
