@@ -1177,7 +1177,8 @@ class TiledModel(nn.Module):
         if given is not None and given != mine.size:
             raise InputError(
                 f"the input has {given} samples, but {mine.size} of the {samples} samples of the last batch are rank "
-                f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch"
+                f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch; to evaluate other data, call "
+                "trainer.evaluate(...), or use a plain copy of the network, model.whole(), both on all ranks"
             )
 
     def _run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
