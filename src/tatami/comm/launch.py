@@ -133,8 +133,8 @@ def check_ranks(ranks: int, *, hosts: Sequence[str] | None) -> None:
     places = [host.partition(":")[2] for host in hosts or ()]
     if hosts is not None and all(places) and sum(map(int, places)) < ranks:
         raise InputError(
-            f"{ranks} ranks do not fit on {','.join(hosts)}, with places for {sum(map(int, places))}: give fewer ranks (-n), or "
-            "more of them to a host"
+            f"{ranks} ranks do not fit on {','.join(hosts)}, with places for {sum(map(int, places))}: give fewer ranks (-n), "
+            "or more of them to a host"
         )
 
 
