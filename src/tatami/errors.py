@@ -127,9 +127,9 @@ class OutputExistsError(InputError, FileExistsError):
 class MissingExtraError(TatamiError, ImportError):
     """An optional dependency is not installed; the message holds the pip command that installs it."""
 
-    def __init__(self, what: str, *, extra: str) -> None:
+    def __init__(self, what: str, *, extra: str, message: str | None = None) -> None:
         self.extra = extra
-        super().__init__(f"{what} is not installed. Install it with:  {pip_command(extra)}")
+        super().__init__(message or f"{what} is not installed. Install it with:  {pip_command(extra)}")
 
 
 class CommError(TatamiError, RuntimeError):

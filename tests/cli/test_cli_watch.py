@@ -38,7 +38,8 @@ def written(path: Path, records: list[dict[str, Any]], *, rest: str = "") -> Pat
 
 def test_the_values_of_the_log_are_shown(tmp_path: Path) -> None:
     processes = {"event": "processes", "iteration": 0, "ranks": {"p0": "41 on old", "p1": "42 on new"}}
-    shown = CliRunner().invoke(app, ["watch", str(written(tmp_path / "run.jsonl", [processes, *RUN]))])
+    gone = {**RUN[0], "iteration": 464, "why": "p2 gone"}
+    shown = CliRunner().invoke(app, ["watch", str(written(tmp_path / "run.jsonl", [processes, gone, *RUN[1:]]))])
     assert shown.exit_code == 0, shown.output
     for words in (
         "run.jsonl  iteration 1,030, epoch 3  running",
@@ -46,6 +47,7 @@ def test_the_values_of_the_log_are_shown(tmp_path: Path) -> None:
         "samples/s 500 █▁▅ 450",
         "60 samples x 120 units in 1 replica",
         "after iteration 20: p1 is slow",
+        "after iteration 464: p2 gone",
     ):
         assert words in shown.stdout
     lines = [line.split() for line in shown.stdout.splitlines()]

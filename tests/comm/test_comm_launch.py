@@ -322,6 +322,8 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
     for hosts in ([], ["a b"], ["a:0"], ["-x"]):
         with pytest.raises(InputError, match="give names"):
             launch_command(launcher, ["prog"], ranks=1, hosts=hosts)
+    with pytest.raises(InputError, match=r"3 ranks do not fit on old:1,new:1, with places for 2: give fewer"):
+        launch_command(launcher, ["prog"], ranks=3, hosts=["old:1", "new:1"])
     with pytest.raises(InputError, match="nothing to run"):
         rank_command([])
     with pytest.raises(InputError, match=r"there is no script '.*missing.py'"):

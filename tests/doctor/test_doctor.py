@@ -3,6 +3,7 @@
 import json
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -231,11 +232,23 @@ def test_the_command_ends_with_what_to_do_and_its_exit_code(monkeypatch: pytest.
     assert invoke(app, ["doctor", "--hosts", "a,,b"]).exit_code == 2
 
 
-def test_what_is_here_is_tried() -> None:
+def test_what_is_here_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mpi4py")
     from tatami.doctor.trials import TRIALS
 
-    (found,) = tried(facts_here(), trials=[trial for trial in TRIALS if trial.needs == "mpi4py"], limit_s=800.0)
+    trials = [trial for trial in TRIALS if trial.needs == "mpi4py"]
+    loaded, found = tried(facts_here(), trials=trials, limit_s=800.0)
+    assert loaded.seen.startswith("works (loaded "), loaded
     assert not found.is_problem, found
     assert found.seen.startswith("works (sum 3 ")
     assert facts_here().program == sys.executable
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass")
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load\\nlibmpi.so: no such file')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(tatami.__file__).parents[1]}")
+    (broken,) = tried(facts_here(), trials=trials, limit_s=800.0)
+    assert broken.seen == "RuntimeError: cannot load libmpi.so: no such file"
+    assert broken.advice == "mpi4py is installed, but the MPI library does not load: pip install mpich"
+    code = "from tatami.comm.session import load_mpi; load_mpi(timeout_s=9)"
+    init = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert f"MissingExtraError: {broken.advice} (cannot load libmpi.so: no such file)" in init.stderr.decode()

@@ -212,11 +212,16 @@ def test_evaluation_on_one_rank_names_the_ranks_that_are_missing_and_the_way() -
 
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(Network(0), comm, layout=simple_layout([0], [1, 2]), batch_size=SAMPLES)
+        x = torch.zeros(SAMPLES, 4, dtype=torch.float64)
+        trainer = Trainer(model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=F.mse_loss)
         if comm.rank == 1:
             with torch.no_grad(), pytest.raises(CommTimeoutError) as caught:
                 model(torch.zeros(2, 4, dtype=torch.float64))
             assert "of which ranks 1, 2 hold one replica together: all of them must call it" in caught.value.__notes__[0]
             assert "network = model.whole()" in caught.value.__notes__[0]
+            with pytest.raises(CommTimeoutError) as caught:
+                trainer.evaluate((x, x[:, :2]), batch_size=SAMPLES)
+            assert "Trainer.evaluate must be called by all ranks: is it inside of `if" in caught.value.__notes__[-1]
             told.set()
         assert told.wait(60)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
     if facts.steps:
         parts += [Text(""), _floor(facts), _ranks(facts, run, columns=columns)]
     parts += _section("re-tiled", [f"after iteration {row['iteration']:,}: {row['reason']}" for row in facts.decisions])
+    changes = [row for row in run.of("tiling") if re.search(r" (gone|joined)(;|$)", row.get("why", ""))]
+    parts += _section("ranks", [f"after iteration {row['iteration']:,}: {row['why']}" for row in changes])
     parts += _section("deaths and repairs", [": ".join(filter(None, list(row.values())[:3])) for row in facts.deaths])
     return Group(*parts)
 

@@ -128,12 +128,18 @@ def check_ranks(ranks: int, *, hosts: Sequence[str] | None) -> None:
     """Refuse what cannot be started.
 
     Raises:
-        InputError: fewer than 1 rank, or invalid host names.
+        InputError: fewer than 1 rank, invalid host names, or more ranks than these hosts have places.
     """
     if ranks < 1:
         raise InputError(f"cannot start {ranks} ranks; give at least 1")
     if hosts is not None and (not hosts or not all(re.fullmatch(r"\w[\w.-]*(:[1-9]\d*)?", host) for host in hosts)):
         raise InputError(f"hosts {list(hosts)!r}: give names, each with its number of ranks if you like, as in node1:4,node2:4")
+    places = [host.partition(":")[2] for host in hosts or ()]
+    if hosts is not None and all(places) and sum(map(int, places)) < ranks:
+        raise InputError(
+            f"{ranks} ranks do not fit on {','.join(hosts)}, with places for {sum(map(int, places))}: give fewer ranks (-n), "
+            "or more of them to a host"
+        )
 
 
 def launch_command(launcher: Launcher, command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None) -> list[str]:

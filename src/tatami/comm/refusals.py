@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar, final
@@ -175,3 +176,13 @@ def known_to_all(error: Raised) -> Raised:
     """`error`, which the other ranks have received, or raise at the same place."""
     vars(error)[_KNOWN] = True
     return error
+
+
+@contextmanager
+def called_by_all(call: str) -> Iterator[None]:
+    """Note what to do where ranks are missing in a collective; `call` is what the user's program calls. Also a decorator."""
+    try:
+        yield
+    except (CommTimeoutError, RankDiedError) as error:
+        error.add_note(f"{call} must be called by all ranks: is it inside of `if comm.rank == 0`?")
+        raise

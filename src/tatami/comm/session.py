@@ -81,8 +81,11 @@ def load_mpi(*, timeout_s: float) -> ModuleType:
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
+    except ModuleNotFoundError as error:
         raise MissingExtraError(f"MPI for Python (mpi4py: {error})", extra="mpi") from error
+    except (ImportError, RuntimeError) as error:
+        said = f"mpi4py is installed, but the MPI library does not load: pip install mpich ({' '.join(str(error).split())})"
+        raise MissingExtraError("MPI", extra="mpi", message=said) from error
     if not MPI.Is_initialized():
         # Any thread may wait or fail; the lock this needs inside MPI costs less than 0.1 us an operation.
         _meet_all_ranks_of_the_job(MPI, timeout_s=max(timeout_s, START_TIMEOUT_S))

@@ -12,6 +12,16 @@ from tatami.doctor.host_facts import HostFacts
 from tatami.errors import shortened
 
 LIMIT_S = 120.0
+_LIBRARY = "MPI library"
+_LOAD = """
+import mpi4py
+mpi4py.rc.initialize = False
+try:
+    from mpi4py import MPI
+    print("loaded", mpi4py.__version__)
+except (ImportError, RuntimeError) as error:
+    print(type(error).__name__ + ":", *str(error).split())
+"""
 _SUM = """
 from mpi4py import MPI
 total = MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1)
@@ -40,6 +50,13 @@ class Trial:
 
 
 TRIALS = (
+    Trial(
+        what=_LIBRARY,
+        needs="mpi4py",
+        words=("-c", _LOAD),
+        expects="loaded ",
+        advice="mpi4py is installed, but the MPI library does not load: pip install mpich",
+    ),
     Trial(
         what="MPI, two ranks",
         needs="mpi4py",
@@ -81,7 +98,11 @@ def tried(facts: HostFacts, *, trials: Sequence[Trial] = TRIALS, limit_s: float 
         limit_s: for each.
     """
     wanted = [trial for trial in trials if trial.needs in facts.packages and (trial.what != "CUDA in torch" or facts.gpus)]
-    return [_try(trial, limit_s=limit_s) for trial in wanted]
+    found: list[Diagnosis] = []
+    for trial in wanted:
+        if trial.needs != "mpi4py" or not any(each.what == _LIBRARY and each.is_problem for each in found):
+            found.append(_try(trial, limit_s=limit_s))
+    return found
 
 
 def _try(trial: Trial, *, limit_s: float) -> Diagnosis:

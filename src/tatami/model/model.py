@@ -21,7 +21,7 @@ from tatami.checkpoints.parts import PartOfWeights, check_units, units_tensor
 from tatami.cluster import Cluster
 from tatami.comm.agreement import Watch, all_or_none, debugging
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import announce
+from tatami.comm.refusals import announce, called_by_all
 from tatami.comm.short_sum import ShortSum
 from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
@@ -773,6 +773,7 @@ class TiledModel(nn.Module):
             del state[name]
         return state
 
+    @called_by_all("model.whole")
     def whole(self) -> nn.Module | None:
         """A plain network with all of the weights, on the CPU of rank 0; None on other ranks. Collective.
 
@@ -1183,7 +1184,8 @@ class TiledModel(nn.Module):
         if given is not None and given != mine.size:
             raise InputError(
                 f"the input has {given} samples, but {mine.size} of the {samples} samples of the last batch are rank "
-                f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch"
+                f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch; to evaluate other data, call "
+                "trainer.evaluate(...), or use a plain copy of the network, model.whole(), both on all ranks"
             )
 
     def _run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from tatami.checkpoints.multi_node_checkpoint import MultiNodeCheckpoint, Resumed
 from tatami.checkpoints.state_codec import State
+from tatami.comm.refusals import called_by_all
 from tatami.errors import CheckpointError, InputError
 from tatami.model.model import TiledModel
 from tatami.runtime.optimizers import check_optimizer, check_parameters
@@ -32,6 +33,7 @@ _stores: weakref.WeakKeyDictionary[TiledModel, dict[Path, MultiNodeCheckpoint]] 
 """By model and folder: a store remembers what was there when the run was resumed."""
 
 
+@called_by_all("save_training")
 def save_training(
     folder: Path | str,
     model: TiledModel | Sequence[TiledModel],
@@ -73,6 +75,7 @@ def save_training(
     return store.save(step, state)
 
 
+@called_by_all("load_training")
 def load_training(
     folder: Path | str,
     model: TiledModel | Sequence[TiledModel],

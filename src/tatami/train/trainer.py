@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import fail_together
+from tatami.comm.refusals import called_by_all, fail_together
 from tatami.errors import InputError, MemoryLackError, ModelError
 from tatami.inputs import check_seed
 from tatami.model.model import TiledModel
@@ -271,6 +271,7 @@ class Trainer:
             run.run()
         return run.history
 
+    @called_by_all("Trainer.evaluate")
     def evaluate(
         self,
         data: TrainingData,
@@ -290,6 +291,7 @@ class Trainer:
         precision = self._settings.precision
         return self._whole(lambda: evaluate(self.model, batches, self._objective, metrics=wanted, precision=precision))
 
+    @called_by_all("Trainer.predict")
     def predict(self, data: TrainingData, *, batch_size: int | None = None) -> Any:
         """The outputs of the network for all of `data`, in order, the same on every rank. Collective.
 
@@ -304,6 +306,7 @@ class Trainer:
         self._tile_with(batches)
         return self._whole(lambda: predict(self.model, batches, self._objective, precision=self._settings.precision))
 
+    @called_by_all("Trainer.save")
     def save(self, path: Path | str, *, force: bool = False) -> None:
         """Write the ordinary state dict of the plain model as safetensors. Collective.
 
@@ -312,6 +315,7 @@ class Trainer:
         """
         self._whole(lambda: save_model(self.model, path, force=force))
 
+    @called_by_all("Trainer.load")
     def load(self, path: Path | str) -> None:
         """Load weights of the plain model, whatever tiling they were trained on. Collective."""
         self._whole(lambda: load_model(self.model, path))
