@@ -3,7 +3,7 @@
 import pytest
 
 from tatami.errors import MissingExtraError
-from tatami.sim.platforms.xml import require_simgrid
+from tatami.sim.engine import require_simgrid
 
 
 def _missing() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from sim_rig import Transfers
 
 from tatami.sim.platforms import RDMA
-from tatami.sim.platforms.xml import simgrid
+from tatami.sim.engine import simgrid
 
 # Without "Full", SimGrid 4.1 updates only what it thinks has changed: some of many flows that begin together run as if alone.
 _ALL_FLOWS = "--cfg=network/optim:Full"

@@ -75,7 +75,7 @@ TRIALS = (
     Trial(
         what="SimGrid",
         needs="simgrid",
-        words=("-c", "from tatami.sim.platforms.xml import simgrid; print('SimGrid', simgrid().simgrid_version)"),
+        words=("-c", "from tatami.sim.engine import simgrid; print('SimGrid', simgrid().simgrid_version)"),
         expects="SimGrid ",
         advice="build it again, see docs/rehearsal.md",
     ),

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tatami.errors import ClusterError, MissingExtraError
+from tatami.errors import ClusterError
 from tatami.inputs import check_input
+from tatami.sim.engine import require_simgrid, simgrid
 from tatami.sim.platforms.base import TCP, AbstractPlatform, Cable, Fabric, PlatformPart
 
 MOST_HOSTS = 1000
@@ -146,45 +144,3 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 if __name__ == "__main__":
     print(json.dumps(_look(sys.argv[1])))
-
-
-_WHAT = (
-    "SimGrid 4.1, which reads platforms in its XML and is built from source where it is installed (in a checkout: make "
-    "simgrid; elsewhere see docs/rehearsal.md: it needs a C++ compiler, cmake, Boost's headers and pybind11 < 3),"
-)
-_OLDEST = (4, 0)
-"""Host.add_actor, ActivitySet and NetZone.add_* are of this release."""
-
-
-def require_simgrid() -> Path:
-    """The folder that SimGrid is in; does not load it.
-
-    Raises:
-        MissingExtraError: it is not installed; says how to get it.
-    """
-    spec = importlib.util.find_spec("simgrid")
-    if spec is None or spec.origin is None:
-        raise MissingExtraError(_WHAT, extra="sim")
-    return Path(spec.origin).parent
-
-
-@cache
-def simgrid() -> Any:
-    """The module `simgrid`.
-
-    Raises:
-        MissingExtraError: it is not installed, cannot be loaded, or is too old; says how to get it.
-    """
-    folder = require_simgrid()
-    # The extension is linked against a library that lies beside it, where the loader does not look: loaded first, and for all
-    # to see, it is found by its name. Debian's package has none beside it, and the loader finds its own.
-    for library in sorted(folder.glob("libsimgrid.so.*")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    try:
-        module = importlib.import_module("simgrid")
-    except ImportError as error:
-        raise MissingExtraError(f"{_WHAT} ({folder} has it, but: {error})", extra="sim") from error
-    version = str(module.simgrid_version)
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise MissingExtraError(f"{_WHAT} (here is {version}, which is too old)", extra="sim")
-    return module
