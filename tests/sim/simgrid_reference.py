@@ -13,8 +13,8 @@ from typing import Any
 
 from sim_rig import Transfers
 
-from tatami.sim.platforms import RDMA
 from tatami.sim.engine import simgrid
+from tatami.sim.platforms import RDMA
 
 # Without "Full", SimGrid 4.1 updates only what it thinks has changed: some of many flows that begin together run as if alone.
 _ALL_FLOWS = "--cfg=network/optim:Full"
