@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from tatami.engine.ray_engine import engine
     from tatami.report.server_run import Failure, RunReport
     from tatami.server.optimizers import SGD, Adam
-    from tatami.server.run_control import RunContext, RunControl
+    from tatami.server.run_context import RunContext
+    from tatami.server.run_control import RunControl
     from tatami.server.run_settings import RunSettings, TaskPhase
     from tatami.server.training import resume, train
 

@@ -1,23 +1,15 @@
-"""Where a run takes place, and what a user may ask of it, and change in it, while it goes on."""
+"""What a user may ask of a run, and change in it, while it goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tatami.clock import Clock, SystemClock
-from tatami.records import Records
+from tatami.engine.crew import Crew, Member
 from tatami.report.server_run import Failure, RunReport, RunStatus
 from tatami.server import events as ev
+from tatami.server.coordinator import Coordinator
+from tatami.server.ledger import Ledger
 from tatami.server.protocol import Protocol
-from tatami.server.run_settings import PhaseHook
-
-if TYPE_CHECKING:
-    from tatami.engine.crew import Crew, Member, Pool
-    from tatami.server.coordinator import Coordinator
-    from tatami.server.ledger import Ledger
 
 
 class RunControl:
@@ -107,26 +99,3 @@ class RunControl:
         workers = {names.get(number, f"spare {number}"): member for number, member in self._workers.members.items()}
         servers = {f"server {number}": member for number, member in self._servers.members.items()}
         return {name: member for name, member in (workers | servers).items() if member.is_ready}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """The surroundings of one call of `train` or `resume`; none of it changes what is computed.
-
-    Attributes:
-        address: of a Ray cluster; None runs on this machine.
-        report: a file that is told what happened, however the run ends.
-        records: written for every round and failure.
-        on_round: called here after every commit; may add and remove workers.
-        on_phase: called in the workers at each phase of a task: for tests of failures.
-        pool: of processes from an earlier run on the same Ray; those that live are kept in it again.
-        clock: of the run's process.
-    """
-
-    address: str | None = None
-    report: Path | str | None = None
-    records: Records | None = None
-    on_round: Callable[[RunControl], None] | None = None
-    on_phase: PhaseHook | None = None
-    pool: Pool | None = None
-    clock: Clock = field(default_factory=SystemClock)

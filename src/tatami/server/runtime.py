@@ -22,7 +22,8 @@ from tatami.server.coordinator import Coordinator
 from tatami.server.ledger import Ledger, Sink
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut
-from tatami.server.run_control import RunContext, RunControl
+from tatami.server.run_context import RunContext
+from tatami.server.run_control import RunControl
 from tatami.server.saving import Terms
 from tatami.server.server_process import ServerProcess
 from tatami.server.standing import RunPhase

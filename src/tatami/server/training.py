@@ -22,7 +22,7 @@ from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint
-from tatami.server.run_control import RunContext
+from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved, Terms
 from tatami.server.shard import COUNT, PARAMETERS
