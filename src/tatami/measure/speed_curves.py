@@ -163,7 +163,7 @@ def measure_curves(
         count = more
     rates = comm.allgather_object(found[-1][0] / max(found[-1][1], 1e-9))
     part = 1.0 if device.type == "cuda" else rates[comm.rank] / math.fsum(rates)
-    last, goes_on = max(share, math.ceil((whole or 0) * part)), True
+    last, goes_on = max(share, math.ceil((whole or 0) * part)), not any(step.failed for step in steps)
     while True:
         count, time_s = found[-1]
         more = min(_GROWTH * count, last)
