@@ -353,6 +353,7 @@ def each_doubled_above(h: torch.Tensor) -> torch.Tensor:
     return torch.stack([2 * row if row.mean().item() > 1e3 else row for row in h])
 
 
+@pytest.mark.threads_only  # rank 0 warns
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("couple", [doubled_above, each_doubled_above, lambda h: h * float(torch.ones(()))])
 def test_a_branch_on_a_number_of_several_samples_is_warned_of(
