@@ -57,7 +57,29 @@ __all__ = [
 
 # A name is imported when it is first asked for: torch alone takes seconds, and `tatami plan` must answer in milliseconds.
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
-    __getattr__ = lazy_names(__name__)
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "tatami.checkpoints.multi_node_checkpoint": ("MultiNodeCheckpoint",),
+            "tatami.cluster": ("Cluster", "Link", "Processor"),
+            "tatami.comm.detect": ("init",),
+            "tatami.elastic.steps": ("steps",),
+            "tatami.parallel.batch_norm": ("MultiNodeBatchNorm",),
+            "tatami.parallel.chain_list": ("MultiNodeChainList",),
+            "tatami.parallel.data_parallel": ("DataParallel",),
+            "tatami.parallel.multi_node_optimizer": ("MultiNodeOptimizer",),
+            "tatami.parallel.parallel_conv": ("ParallelConv",),
+            "tatami.parallel.scattering": ("scatter_dataset",),
+            "tatami.planning": ("PlanComparison", "plan"),
+            "tatami.retiling.retiler": ("Retiler",),
+            "tatami.model.model": ("TiledModel",),
+            "tatami.train.own_checkpoints": ("load_training", "save_training"),
+            "tatami.model.tile": ("tile",),
+            "tatami.train.trainer": ("Trainer",),
+            "tatami.tiling": ("Plan", "Tiling"),
+            "tatami.workload": ("Workload",),
+        },
+    )
 
 
 def __dir__() -> list[str]:

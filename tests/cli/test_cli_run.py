@@ -201,7 +201,7 @@ def test_drpm_that_is_slower_than_equal_tiles_is_explained() -> None:
     even = outcome(1.0, checks=[], speeds=told)
 
     def why(iteration_s: float, *, checks: list[Check], speeds: dict[str, float], is_busy: bool = False) -> str:
-        return why_slower(outcome(iteration_s, checks=checks, speeds=speeds), even, told=told, is_busy=is_busy) or ""
+        return why_slower(outcome(iteration_s, checks=checks, speeds=speeds), even, given=told, is_busy=is_busy) or ""
 
     assert why(0.9, checks=[], speeds=told) == ""
     assert "DRPM is 1.50 times as slow as equal tiles here: it never moved a tile (there were too few" in why(

@@ -336,6 +336,7 @@ COUPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "more than ten": lambda h: 2 * h if len(h) > 10 else h,
     "experts with capacity": with_capacity,
     "the last": lambda h: h + h[-1:],
+    "the first is least": lambda h: 2 * h if (h[:, 0] >= h[0, 0]).all() else h,
 }
 
 

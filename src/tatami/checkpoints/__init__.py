@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["MultiNodeCheckpoint", "Resumed"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_names(__name__)
+    __getattr__ = lazy_names(__name__, {"tatami.checkpoints.multi_node_checkpoint": ("MultiNodeCheckpoint", "Resumed")})
 
 
 def __dir__() -> list[str]:

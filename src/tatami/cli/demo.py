@@ -164,7 +164,7 @@ def _report(
         if found is not None and found.problem:
             show(f"{method}: {found.problem}")
     is_busy = load is not None and load.is_busy
-    if (reason := why_slower(outcomes["drpm"], outcomes["even"], told=machines.speeds, is_busy=is_busy)) is not None:
+    if (reason := why_slower(outcomes["drpm"], outcomes["even"], given=machines.speeds, is_busy=is_busy)) is not None:
         show("", reason)
     if load is not None and is_busy:
         show("", Text(f"Do not trust these times: during the runs {load.sentence()}. The losses are correct.", style="bold"))
@@ -179,12 +179,12 @@ def _report(
     )
 
 
-def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, told: Mapping[str, float], is_busy: bool) -> str | None:
+def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, given: Mapping[str, float], is_busy: bool) -> str | None:
     """Explain why DRPM ended slower than equal tiles, from its own estimates; None if it did not.
 
     Args:
         drpm, even: the outcomes of both runs.
-        told: the emulated speeds of the ranks, by name; only ratios count.
+        given: the emulated speeds of the ranks, by name; only ratios count.
         is_busy: whether other programs used the machine.
     """
     if drpm.iteration_s <= even.iteration_s:
@@ -194,7 +194,7 @@ def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, told: Mapping[st
     if not moves:
         last = drpm.history.checks[-1].decision.reason if drpm.history.checks else "there were too few iterations for a check"
         return f"{slower}it never moved a tile ({last}), so the runs differ only by its checks and by chance."
-    off = {name: drpm.speeds[name] / max(drpm.speeds.values()) * max(told.values()) / told[name] for name in told}
+    off = {name: drpm.speeds[name] / max(drpm.speeds.values()) * max(given.values()) / given[name] for name in given}
     name = max(off, key=lambda each: abs(math.log(off[each])))
     if not 1 / MUCH_OFF <= off[name] <= MUCH_OFF:
         why = "other programs slowed the ranks" if is_busy else "the iterations were too short to measure"

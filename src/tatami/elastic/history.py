@@ -84,7 +84,7 @@ class PendingChange:
     Attributes:
         noticed_s: when the reason for it was noticed, since the start of the run.
         halted_s: so long after that, all members had stopped.
-        change: what they were then told to do, the last time: a death in the middle of a change brings another one.
+        change: the last order that they were given: a death in the middle of a change brings another one.
         reasons: of all of them.
         spent_s: what the member that lost most had spent on work that is done again.
         steps_lost: the most that any member went back.
@@ -102,7 +102,7 @@ class PendingChange:
     step: int = 0
 
     def regroup(self, change: Regroup, *, now_s: float) -> None:
-        """All have stopped, and are told what to do."""
+        """All have stopped, and get their order."""
         self.change, self.halted_s = change, now_s - self.noticed_s
         self.reasons.append(change.reason)
 

@@ -42,14 +42,14 @@ def weighted_means(measured: Measured, comm: AbstractCommunicator) -> dict[str, 
     Raises:
         InputError: on all ranks, a number of samples below 0, or a value that is not a number; says on which rank.
     """
-    told = comm.allgather_object((dict(measured.values), measured.num_samples))
-    for rank, (values, num_samples) in enumerate(told):
+    measured_by_rank = comm.allgather_object((dict(measured.values), measured.num_samples))
+    for rank, (values, num_samples) in enumerate(measured_by_rank):
         if num_samples < 0:
             raise InputError(f"rank {rank} measured {num_samples} samples; give 0 or more")
         for name, value in values.items() if num_samples else ():
             if not isinstance(value, int | float):
                 raise InputError(f"rank {rank} measured {name} as a {type(value).__name__}; give a number, as by .item()")
-    return _means(told)
+    return _means(measured_by_rank)
 
 
 class MultiNodeEvaluator:

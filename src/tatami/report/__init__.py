@@ -56,7 +56,24 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_names(__name__)
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "tatami.report.answers": ("AnswerLike", "answer_table", "draw_answers"),
+            "tatami.report.bandwidth": ("draw_bandwidth",),
+            "tatami.report.course": ("CoursePoint", "draw_course"),
+            "tatami.report.drawing": ("draw_text",),
+            "tatami.report.measured_rounds": ("Efficiency", "EfficiencyRound", "efficiency"),
+            "tatami.report.machines": ("MachineLine", "display_names", "machine_lines", "machine_table"),
+            "tatami.report.ray_runs": ("draw_members",),
+            "tatami.report.picture": ("FORMATS", "blank", "check_path", "save"),
+            "tatami.report.recommended": ("is_same", "plan_table", "recommendation", "time_words"),
+            "tatami.report.staged": ("piece_words", "staged_lines", "staged_recommendation", "staged_time_words"),
+            "tatami.report.tables": ("MethodResult", "Table", "run_table", "sized_table"),
+            "tatami.report.tiles": ("draw_tiling",),
+            "tatami.report.watched": ("draw_watched",),
+        },
+    )
 
 
 def __dir__() -> list[str]:

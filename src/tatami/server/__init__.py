@@ -40,7 +40,19 @@ __all__ = [
 
 # The decisions are pure; what brings torch and Ray is imported when it is first asked for.
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
-    __getattr__ = lazy_names(__name__)
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "tatami.engine.crew": ("Pool",),
+            "tatami.engine.ray_engine": ("engine",),
+            "tatami.server.optimizers": ("SGD", "Adam"),
+            "tatami.server.run_context": ("RunContext",),
+            "tatami.server.run_settings": ("RunSettings", "TaskPhase"),
+            "tatami.report.server_run": ("Failure", "RunReport"),
+            "tatami.server.run_control": ("RunControl",),
+            "tatami.server.training": ("resume", "train"),
+        },
+    )
 
 
 def __dir__() -> list[str]:

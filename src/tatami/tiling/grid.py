@@ -55,7 +55,7 @@ def grid_builder(
 
 @final
 class GridRevPlanner(AbstractPlanner):
-    """Method H_rev: as method H, and the units are split by the speeds inside the slowest replica, alike in every replica."""
+    """Method H_rev: as method H, and every replica splits its units by the speeds inside the slowest replica."""
 
     name: ClassVar[str] = "grid-rev"
 

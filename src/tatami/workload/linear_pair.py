@@ -67,7 +67,7 @@ SIGMOID_FLOP = 10
 
 @dataclass(frozen=True, kw_only=True)
 class PairSizes:
-    """What Table 1 knows of a pair beside its units: n, l, whether the first layer has a bias, and whether layers lie below."""
+    """What Table 1 needs of a pair besides its units: n, l, and whether the first layer has a bias and layers below it."""
 
     inputs: int
     outputs: int

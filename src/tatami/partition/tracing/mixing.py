@@ -189,9 +189,10 @@ class _Passes:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the numbers that a program reads from tensors, as `x.mean().item()` and `if (x > 0).any()` do.
+    """Notes the real numbers that a program reads from tensors, as `x.mean().item()` does.
 
-    Integers are left out: the longest of several sequences is read in order to pad them, which changes no result.
+    Integers are left out: the longest of several sequences is read in order to pad them, which changes no result. So are truth
+    values: where the batches that are tried give both, what the two branches compute has been compared already.
 
     Attributes:
         found: by the program's line.
@@ -207,10 +208,10 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(result, (bool, float)):
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(result, float):
             line = line_of_caller()
             if line:
-                self.found.setdefault(line, []).append(float(result))
+                self.found.setdefault(line, []).append(result)
         return result
 
 
