@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,7 +64,7 @@ def judged(lab: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
         file = Path(folder) / "cluster.toml"
         file.write_text(lab["cluster"], encoding="utf-8")
         cluster: Cluster = read_cluster(file)
-    workload = as_probed(net_workload(bed["net"], samples=bed["samples"]), cluster)
+    workload = replace(as_probed(net_workload(bed["net"], samples=bed["samples"]), cluster), overlaps_sums=True)
     layouts = [Layout.from_json(json.dumps(each["layout"])) for each in lab["tilings"]]
     platform = ClusterPlatform(cluster=cluster)
     jobs = [

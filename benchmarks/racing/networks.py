@@ -61,7 +61,7 @@ class Sizes:
     shape: dict[str, int] = field(default_factory=dict)
 
 
-_USUAL = {2: 2.0, 4: 4.0, 8: 8.0}
+_USUAL = {2: 2.0, 4: 4.0, 8: 16.0}
 SIZES = {
     "gpt": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 80, "heads": 4, "tokens": 48}),
     "llama": Sizes(samples=32, dilation=_USUAL, shape={"layers": 6, "width": 80, "heads": 4, "groups": 2, "tokens": 48}),

@@ -20,7 +20,7 @@ from tatami.tiling.compute import compute_s, idle_s, scatter
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.links import LinkGroup, SlowestLink
-from tatami.tiling.overlap import FASTEST_CPU_FLOP_PER_S, buckets_of, not_hidden_s
+from tatami.tiling.overlap import FASTEST_CPU_FLOP_PER_S, buckets_of, late_share, not_hidden_s
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.summing import summing_shares, transfer_rates
@@ -106,7 +106,9 @@ class AlphaBetaCost(AbstractCost):
         before_s = max(exact_s + tensor_parallel_s, idle_s(layout, cluster=cluster)) + statistics_s(layout, workload, links)
         gradients_s = _gradients_at_least_s(layout, workload, links)
         buckets = self.buckets(layout, cluster=cluster, workload=workload)
-        return before_s + not_hidden_s(gradients_s, buckets=buckets, backward_s=workload.backward_fraction * exact_s)
+        return before_s + not_hidden_s(
+            gradients_s, buckets=buckets, late=late_share(workload), backward_s=workload.backward_fraction * exact_s
+        )
 
     def compares_machines(self, cluster: Cluster) -> bool:
         """Whether speeds are flop/s, or it was said how many flop/s they stand for: of relative speeds the seconds of computing
@@ -209,6 +211,7 @@ def gradient_sums_s(
         compute_s: forward and backward pass.
     """
     backward_s = workload.backward_fraction * compute_s / max(replica.micro_batches for replica in layout.replicas)
+    late = late_share(workload)
     num_replicas = len(layout.replicas)
     if num_replicas == 1:
         return [0.0] * len(layout.processors)
@@ -250,12 +253,12 @@ def gradient_sums_s(
         names = tuple(links.cluster.by_name)  # those without a tile take part
         apart_s = sums_s(sum_algorithm([links.host[name] for name in names]), names, [(1, riders)], workload, links)
         if not workload.blocks:
-            return [not_hidden_s(apart_s, buckets=buckets, backward_s=backward_s)] * len(own)
+            return [not_hidden_s(apart_s, buckets=buckets, late=late, backward_s=backward_s)] * len(own)
     riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
     return [
         apart_s
         + max(
-            not_hidden_s(wire + riding_s + buckets * rounds * latency_s, buckets=buckets, backward_s=backward_s),
+            not_hidden_s(wire + riding_s + buckets * rounds * latency_s, buckets=buckets, late=late, backward_s=backward_s),
             copied + 2 * riding_bytes / processor.copy_bytes_per_s,
         )
         + 2 * buckets * rounds * messages * processor.message_s

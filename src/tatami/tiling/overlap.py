@@ -1,7 +1,8 @@
 """Gradient sums that hide behind the backward pass: where each rank is a replica, gradients leave in buckets.
 
 A backward pass of B seconds has the first of n buckets ready after B / n, and so on. They are summed one after the other, in
-S seconds all together; when the pass ends there are left S - (1 - 1/n) B seconds of them, and at least the last bucket.
+S seconds all together; when the pass ends there are left S - (1 - 1/n) B seconds of them, and at least the last bucket, or
+more where the first layer of the network has more of the weights: its gradients are computed last.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from tatami.cluster import Cluster
 from tatami.tiling.summing import transfer_rates
-from tatami.workload import Workload
+from tatami.workload import Block, Piece, Workload
 
 LEAST_BUCKET_BYTES = 256 << 10
 LARGEST_BUCKET_BYTES = 4 << 20
@@ -52,12 +53,22 @@ def buckets_of(ranks: Sequence[int], *, cluster: Cluster, workload: Workload) ->
     return -(-size_bytes // usual_bucket_bytes(size_bytes)) if leaves_early else 1
 
 
-def not_hidden_s(sums_s: float, *, buckets: int, backward_s: float) -> float:
+def late_share(workload: Workload) -> float:
+    """The part of the gradients that is ready only when the backward pass ends: those of the network's first layer or block."""
+    first: Sequence[Piece | Block] = workload.pieces or workload.blocks
+    elements = workload.gradient_elements + workload.replicated_parameters
+    return min(first[0].parameters / elements, 1.0) if first and elements else 0.0
+
+
+def not_hidden_s(sums_s: float, *, buckets: int, late: float, backward_s: float) -> float:
     """Seconds of the sums that are left when the backward pass ends.
 
     Args:
         sums_s: of all of them.
         buckets: in how many they leave; 1: when the pass ends.
+        late: the part of them that cannot begin before the pass ends (`late_share`).
         backward_s: of the last micro-batch.
     """
-    return max(sums_s / buckets, sums_s - (1 - 1 / buckets) * backward_s)
+    if buckets == 1:
+        return sums_s
+    return max(sums_s * max(late, 1 / buckets), sums_s - (1 - 1 / buckets) * backward_s)

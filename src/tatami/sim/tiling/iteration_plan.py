@@ -16,6 +16,7 @@ from tatami.sim.allreduce import NATIVES, expand
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
 from tatami.tiling.compute import calls_s, scatter
+from tatami.tiling.overlap import late_share
 from tatami.tiling.span import micro_batch_sizes
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import bucket_sum
@@ -171,7 +172,8 @@ class Floor:
                 self._ready(bucket_sum(names, hosts, size=stop - start, workload=workload)) for start, stop in pairwise(cuts)
             )
             self.across = ()
-            self.legs = {rank: _with_buckets(legs, self.gradients) for rank, legs in self.legs.items()}
+            early = min(buckets - 1, int((1 - late_share(workload)) * buckets))
+            self.legs = {rank: _with_buckets(legs, self.gradients, early=early) for rank, legs in self.legs.items()}
 
     def _ready(self, planned: PlannedSum) -> FloorSum:
         # Alike sums share one schedule: what it has looked up of its groups is looked up once.
@@ -186,14 +188,14 @@ class Floor:
         )
 
 
-def _with_buckets(legs: Sequence[Leg], buckets: Sequence[FloorSum]) -> tuple[Leg, ...]:
-    """The legs of a rank with its last backward pass cut, so that each bucket leaves after its part of the flop."""
+def _with_buckets(legs: Sequence[Leg], buckets: Sequence[FloorSum], *, early: int) -> tuple[Leg, ...]:
+    """The legs of a rank, its last backward pass cut so that each of the `early` buckets leaves after its part of the flop."""
     first = max((index + 1 for index, leg in enumerate(legs) if not leg.backward), default=0)
     each = sum(leg.flop for leg in legs[first:]) / len(buckets)
     result, waiting, until = list(legs[:first]), list(buckets), each
     for leg in legs[first:]:
         left = leg.flop
-        while waiting and until <= left:
+        while len(waiting) > len(buckets) - early and until <= left:
             result.append(Leg(flop=until, backward=True, sums=(), leaves=(waiting.pop(0),)))
             left, until = left - until, each
         result.append(replace(leg, flop=left))
