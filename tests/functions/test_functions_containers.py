@@ -85,17 +85,16 @@ def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
     run_threads(body, size=2)
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["grad", "vmap"])
-def test_transforms_of_torch_func_are_refused_by_name(kind: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        def sent(x: torch.Tensor) -> torch.Tensor:
-            return functions.send(x * 2, comm, dest=1 - comm.rank).sum()
+def test_transforms_of_torch_func_are_refused_by_name(comm: AbstractCommunicator, kind: str) -> None:
+    def sent(x: torch.Tensor) -> torch.Tensor:
+        return functions.send(x * 2, comm, dest=1 - comm.rank).sum()
 
-        transform = torch.func.grad(sent) if kind == "grad" else torch.func.vmap(sent)
-        with pytest.raises(InputError, match=r"send: x is inside a torch.func transform \(grad, vmap, \.\.\.\)"):
-            transform(torch.ones(3))
-
-    run_threads(body, size=2)
+    transform = torch.func.grad(sent) if kind == "grad" else torch.func.vmap(sent)
+    with pytest.raises(InputError, match=r"send: x is inside a torch.func transform \(grad, vmap, \.\.\.\)"):
+        transform(torch.ones(3))
 
 
 class Both(NamedTuple):

@@ -338,19 +338,16 @@ def test_a_rank_that_does_not_begin_is_named_across_hosts(comm: AbstractCommunic
 
 
 @pytest.mark.ranks(2, 3)
-def test_networks_that_differ_are_told_apart(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"DataParallel: rank 0 has weight \(2, 3\) float32, rank 1 has weight \(2, 4\)"):
-            DataParallel(nn.Linear(4 if comm.rank == 1 else 3, 2), comm)
-        with pytest.raises(InputError, match=r"rank 0 has weight \(2, 3\) float32, rank 1 has .* frozen"):
-            DataParallel(nn.Linear(3, 2).requires_grad_(comm.rank != 1) if comm.rank != 1 else half_frozen(), comm)
-
+def test_networks_that_differ_are_told_apart(comm: AbstractCommunicator) -> None:
     def half_frozen() -> nn.Module:
         linear = nn.Linear(3, 2)
         linear.weight.requires_grad_(False)
         return linear
 
-    world(body)
+    with pytest.raises(InputError, match=r"DataParallel: rank 0 has weight \(2, 3\) float32, rank 1 has weight \(2, 4\)"):
+        DataParallel(nn.Linear(4 if comm.rank == 1 else 3, 2), comm)
+    with pytest.raises(InputError, match=r"rank 0 has weight \(2, 3\) float32, rank 1 has .* frozen"):
+        DataParallel(nn.Linear(3, 2).requires_grad_(comm.rank != 1) if comm.rank != 1 else half_frozen(), comm)
 
 
 def penalised(model: Any, x: torch.Tensor, reduction: str) -> Any:
@@ -464,7 +461,7 @@ def test_what_is_thawed_in_mid_run_is_summed_or_refused(comm: AbstractCommunicat
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
-def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have_begun(world: World) -> None:
+def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have_begun(comm: AbstractCommunicator) -> None:
     def boom(_: torch.Tensor) -> None:
         raise KeyError("boom")
 
@@ -477,21 +474,18 @@ def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have
                 hidden.register_hook(boom)
             return self[1](hidden)
 
-    def body(comm: AbstractCommunicator) -> None:
-        module = Fragile(nn.Linear(4, 8), nn.Linear(8, 3)).double()
-        model = DataParallel(module, comm, bucket_bytes=8)
-        x, y = batch(comm.size)
-        for step in range(5):
-            module.fails = step in (1, 4)
-            if module.fails:
-                with pytest.raises(KeyError, match="boom"):
-                    mse(model(local(comm, x)), local(comm, y)).backward()
-                continue
-            mse(model(local(comm, x)), local(comm, y)).backward()  # after the first, in which nothing had been sent
-        with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
-            model(local(comm, x))
-
-    world(body)
+    module = Fragile(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+    model = DataParallel(module, comm, bucket_bytes=8)
+    x, y = batch(comm.size)
+    for step in range(5):
+        module.fails = step in (1, 4)
+        if module.fails:
+            with pytest.raises(KeyError, match="boom"):
+                mse(model(local(comm, x)), local(comm, y)).backward()
+            continue
+        mse(model(local(comm, x)), local(comm, y)).backward()  # after the first, in which nothing had been sent
+    with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
+        model(local(comm, x))
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring"])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tatami.comm import AbstractCommunicator, Recording, run_threads
+from tatami.comm import AbstractCommunicator, Recording
 from tatami.errors import CommTimeoutError, InputError, NotFiniteError
 from tatami.parallel import MultiNodeOptimizer, average_buffers, average_gradients, broadcast_model, create_mnbn_model
 from tatami.testing.worlds import World
@@ -350,6 +350,8 @@ def test_gradients_travel_as_the_dtype_that_was_asked_for(world: World, wire: to
     assert world(body) == [1000 * itemsize] * 2
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
@@ -357,11 +359,10 @@ def test_gradients_travel_as_the_dtype_that_was_asked_for(world: World, wire: to
         (torch.eye(2).to_sparse(), r"here: odd is a torch.sparse_coo tensor, .* keep it as odd.to_dense\(\)"),
     ],
 )
-def test_tensors_that_ranks_do_not_share_are_named_with_the_way_out(tensor: torch.Tensor, match: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = nn.Linear(2, 2)
-        model.register_buffer("odd", tensor)
-        with pytest.raises(InputError, match=match):
-            broadcast_model(model, comm, where="here")
-
-    run_threads(body, size=2)
+def test_tensors_that_ranks_do_not_share_are_named_with_the_way_out(
+    comm: AbstractCommunicator, tensor: torch.Tensor, match: str
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", tensor)
+    with pytest.raises(InputError, match=match):
+        broadcast_model(model, comm, where="here")

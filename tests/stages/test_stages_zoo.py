@@ -336,17 +336,13 @@ def test_dropout_that_is_switched_off_later_hands_both_over(world: World, in_tra
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
-def test_evaluation_that_no_stages_can_follow_is_refused_by_name(world: World) -> None:
+def test_evaluation_that_no_stages_can_follow_is_refused_by_name(comm: AbstractCommunicator) -> None:
     network = Crossed().double()
     x = torch.ones(SAMPLES, 6, dtype=torch.float64)
-
-    def body(comm: AbstractCommunicator) -> None:
-        layout = staged(2, stages=2, cuts=(1,))
-        model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=layout, speeds="equal", quiet=True)
-        with torch.no_grad(), pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"):
-            model.eval()(model.local(x))
-
-    world(body)
+    layout = staged(2, stages=2, cuts=(1,))
+    model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=layout, speeds="equal", quiet=True)
+    with torch.no_grad(), pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"):
+        model.eval()(model.local(x))
 
 
 class Draws(nn.Module):

@@ -109,29 +109,25 @@ def test_a_callback_on_any_rank_stops_all(comm: AbstractCommunicator) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_early_stopping_is_wired_in_and_resumed(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_early_stopping_is_wired_in_and_resumed(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("stopping")
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        for monitor, mode in (("loss", "max"), ("train_loss", "max")):
-            stopping = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
-            checkpoint = ModelCheckpoint(dirpath=place / monitor)
-            trainer = trainer_of(comm, callbacks=[stopping], checkpoint=checkpoint)
-            history = trainer.fit(inputs(), batch_size=SAMPLES, epochs=9, validation=inputs())
-            assert (len(history.losses), history.stopped) == (3, "callback")
-            again = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
-            trainer_of(comm, callbacks=[again], checkpoint=checkpoint).fit(
-                inputs(), batch_size=SAMPLES, iterations=3, resume=True, validation=inputs()
-            )
-            assert again.state_dict() == stopping.state_dict()
-            assert again.num_bad == 2
-        with pytest.raises(InputError, match="EarlyStopping monitors 'f1', but an epoch gives train_loss, loss"):
-            trainer_of(comm, callbacks=[EarlyStopping(comm, monitor="f1")]).fit(
-                inputs(), batch_size=8, epochs=1, validation=inputs()
-            )
-
-    world(body)
+    place: Path = comm.bcast_object(folder)
+    for monitor, mode in (("loss", "max"), ("train_loss", "max")):
+        stopping = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
+        checkpoint = ModelCheckpoint(dirpath=place / monitor)
+        trainer = trainer_of(comm, callbacks=[stopping], checkpoint=checkpoint)
+        history = trainer.fit(inputs(), batch_size=SAMPLES, epochs=9, validation=inputs())
+        assert (len(history.losses), history.stopped) == (3, "callback")
+        again = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
+        trainer_of(comm, callbacks=[again], checkpoint=checkpoint).fit(
+            inputs(), batch_size=SAMPLES, iterations=3, resume=True, validation=inputs()
+        )
+        assert again.state_dict() == stopping.state_dict()
+        assert again.num_bad == 2
+    with pytest.raises(InputError, match="EarlyStopping monitors 'f1', but an epoch gives train_loss, loss"):
+        trainer_of(comm, callbacks=[EarlyStopping(comm, monitor="f1")]).fit(
+            inputs(), batch_size=8, epochs=1, validation=inputs()
+        )
 
 
 @pytest.mark.ranks(1, 2)
@@ -195,17 +191,13 @@ def test_a_limit_of_time_is_that_of_rank_0(world: World, max_time: Any) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_checkpoints_by_time(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_checkpoints_by_time(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("time")
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        checkpoint = ModelCheckpoint(dirpath=place, train_time_interval="10 s", keep=9)
-        trainer_of(comm, clock=Ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
-        comm.barrier()
-        assert 3 <= len(list(place.iterdir())) < 9
-
-    world(body)
+    place: Path = comm.bcast_object(folder)
+    checkpoint = ModelCheckpoint(dirpath=place, train_time_interval="10 s", keep=9)
+    trainer_of(comm, clock=Ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
+    comm.barrier()
+    assert 3 <= len(list(place.iterdir())) < 9
 
 
 @pytest.mark.ranks(1, 3)

@@ -24,7 +24,6 @@ from tatami.errors import CheckpointError, InputError
 from tatami.parallel import ResumableLoader, SynchronizedSampler
 from tatami.records import Records
 from tatami.state.training_state import share_out
-from tatami.testing.worlds import World
 from tatami.tiling import Layout
 from tatami.train import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, tile, whole_state_dict
 from tatami.train.checkpointing import TrainingCheckpoints
@@ -210,29 +209,25 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_replicas_draw_for_themselves_goes_on(world: World, folder: Path) -> None:
+def test_what_replicas_draw_for_themselves_goes_on(comm: AbstractCommunicator, folder: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     # A tiled run cannot draw by a function as one machine does.
     built = Written(lambda own, x: own.net(F.dropout(x, 0.5, own.training)), net=net).double()
+    place: Path = comm.bcast_object(folder)
+    layout = some_layouts(comm.size)[-1]
 
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        layout = some_layouts(comm.size)[-1]
+    def losses(where: Path, **options: Any) -> list[float]:
+        """Each run has a seed of its own, so that those that go on must take it from the checkpoint."""
+        model = tile(built, comm, batch_size=BATCH, speeds="equal", layout=layout, random="local", quiet=True)
+        assert model.draws is not None
+        if not options.get("resume"):
+            model.draws.load_state_dict({"seed": 7, "num_passes": 0})
+            torch.manual_seed(7)  # of one rank alone, which draws as the plain model does
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), checkpoint=ModelCheckpoint(dirpath=where))
+        return trainer.fit(inputs(), batch_size=BATCH, epochs=2, **options).losses
 
-        def losses(where: Path, **options: Any) -> list[float]:
-            """Each run has a seed of its own, so that those that go on must take it from the checkpoint."""
-            model = tile(built, comm, batch_size=BATCH, speeds="equal", layout=layout, random="local", quiet=True)
-            assert model.draws is not None
-            if not options.get("resume"):
-                model.draws.load_state_dict({"seed": 7, "num_passes": 0})
-                torch.manual_seed(7)  # of one rank alone, which draws as the plain model does
-            trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), checkpoint=ModelCheckpoint(dirpath=where))
-            return trainer.fit(inputs(), batch_size=BATCH, epochs=2, **options).losses
-
-        straight = losses(place / "straight")
-        assert losses(place / "parts", iterations=4) + losses(place / "parts", resume=True) == straight
-
-    world(body)
+    straight = losses(place / "straight")
+    assert losses(place / "parts", iterations=4) + losses(place / "parts", resume=True) == straight
 
 
 @pytest.mark.ranks(1, 2)

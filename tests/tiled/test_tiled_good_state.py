@@ -13,7 +13,6 @@ from torch import nn
 from tatami.comm import AbstractCommunicator, init
 from tatami.errors import NotFiniteError
 from tatami.state.good_state import FIRST, MOST_APART, GoodState
-from tatami.testing.worlds import World
 from tatami.train import Trainer, move, tile, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
 
@@ -75,98 +74,89 @@ class Relaid:
     ],
 )
 def test_the_state_that_is_put_back(
-    world: World, tmp_path_factory: pytest.TempPathFactory, batch_size: int, relaid_after: int | None, kept: int, sharded: bool
+    comm: AbstractCommunicator,
+    tmp_path_factory: pytest.TempPathFactory,
+    batch_size: int,
+    relaid_after: int | None,
+    kept: int,
+    sharded: bool,
 ) -> None:
     assert BAD > FIRST + MOST_APART
     built, expected, folder = network(), plain_after(kept, batch_size), tmp_path_factory.mktemp("rescued")
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        layout = some_layouts(comm.size)[1 if sharded and comm.size > 1 else -1]
-        model = tiled(built, comm, layout=layout, batch_size=batch_size, sharded_optimizer=sharded)
-        callbacks = [] if relaid_after is None else [Relaid(relaid_after)]
-        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place, callbacks=callbacks)
-        with pytest.raises(NotFiniteError, match=f"in iteration {BAD}; .* that was kept, after iteration {kept}, "):
-            trainer.fit(poisoned(batch_size), batch_size=batch_size, epochs=1, shuffle=False)
-        assert_close(load_file(place / f"last-good-{kept:06d}.safetensors"), expected, what="saved")
-        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
-
-    world(body)
+    place: Path = comm.bcast_object(folder)
+    layout = some_layouts(comm.size)[1 if sharded and comm.size > 1 else -1]
+    model = tiled(built, comm, layout=layout, batch_size=batch_size, sharded_optimizer=sharded)
+    callbacks = [] if relaid_after is None else [Relaid(relaid_after)]
+    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place, callbacks=callbacks)
+    with pytest.raises(NotFiniteError, match=f"in iteration {BAD}; .* that was kept, after iteration {kept}, "):
+        trainer.fit(poisoned(batch_size), batch_size=batch_size, epochs=1, shuffle=False)
+    assert_close(load_file(place / f"last-good-{kept:06d}.safetensors"), expected, what="saved")
+    assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_run_begins_with_a_state_of_its_own(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_begins_with_a_state_of_its_own(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Other weights were loaded between two runs: those of the first are not what the second goes back to."""
     built, folder = network(), tmp_path_factory.mktemp("rescued")
     x, y = poisoned(FEW)
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=FEW)
-        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place)
-        trainer.fit((x[: 15 * FEW], y[: 15 * FEW]), batch_size=FEW, epochs=1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.25)
-        with pytest.raises(NotFiniteError, match="in iteration 17; the last good state that was kept, after iteration 15, "):
-            trainer.fit((x[-2 * FEW :], y[-2 * FEW :]), batch_size=FEW, epochs=1, shuffle=False)
-        assert all(bool((each == 0.25).all()) for each in model.parameters())
-
-    world(body)
+    place: Path = comm.bcast_object(folder)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=FEW)
+    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place)
+    trainer.fit((x[: 15 * FEW], y[: 15 * FEW]), batch_size=FEW, epochs=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    with pytest.raises(NotFiniteError, match="in iteration 17; the last good state that was kept, after iteration 15, "):
+        trainer.fit((x[-2 * FEW :], y[-2 * FEW :]), batch_size=FEW, epochs=1, shuffle=False)
+    assert all(bool((each == 0.25).all()) for each in model.parameters())
 
 
 @pytest.mark.ranks(2)
-def test_split_buffers_move_along_in_a_re_tiling(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_split_buffers_move_along_in_a_re_tiling(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of a batch normalization between two convolutions, each rank of a replica has the statistics of its channels."""
     case = CASES["mobile"]
     built, folder = build(case), tmp_path_factory.mktemp("rescued")
     sample = case.draw(4, torch.Generator().manual_seed(0))
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        layouts = some_layouts(comm.size)
-        model = tile(built, comm, batch_size=4, sample=sample, speeds="equal", layout=layouts[0], reduction="mean", quiet=True)
-        good = GoodState(model, folder=place)
-        good.keep(3)
-        for layout in layouts[1:]:
-            with torch.no_grad():
-                for tensor in model.module.state_dict().values():
-                    tensor.fill_(7)
-            move(model, layout, optimizer=None, companions=good.companions())
-            good.moved()
-        assert "after iteration 3" in good.rescue()
-        whole = comm.bcast_object(whole_state_dict(model))
-        assert all(torch.equal(whole[name], value) for name, value in built.state_dict().items())
-
-    world(body)
+    place: Path = comm.bcast_object(folder)
+    layouts = some_layouts(comm.size)
+    model = tile(built, comm, batch_size=4, sample=sample, speeds="equal", layout=layouts[0], reduction="mean", quiet=True)
+    good = GoodState(model, folder=place)
+    good.keep(3)
+    for layout in layouts[1:]:
+        with torch.no_grad():
+            for tensor in model.module.state_dict().values():
+                tensor.fill_(7)
+        move(model, layout, optimizer=None, companions=good.companions())
+        good.moved()
+    assert "after iteration 3" in good.rescue()
+    whole = comm.bcast_object(whole_state_dict(model))
+    assert all(torch.equal(whole[name], value) for name, value in built.state_dict().items())
 
 
 @pytest.mark.ranks(1, 2)
-def test_frozen_weights_are_not_copied_until_they_are_trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_frozen_weights_are_not_copied_until_they_are_trained(
+    comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Under LoRA a copy of them would be as large as the network, and no update changes them."""
     built, folder = network(), tmp_path_factory.mktemp("rescued")
     built.get_submodule("0").requires_grad_(False)
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=MANY)
-        good = GoodState(model, folder=place)
-        good.keep(1)
-        assert [each.requires_grad for each in good.companions()] == [True, True]
-        move(model, some_layouts(comm.size)[-1], optimizer=None, companions=good.companions())
-        good.moved()
-        good.keep(2)
-        assert len(good.companions()) == 2
-        model.module.requires_grad_(True)
-        good.keep(3)
-        assert len(good.companions()) == 4
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(7)
-        assert "after iteration 3" in good.rescue()
-        assert_close(comm.bcast_object(whole_state_dict(model)), dict(built.state_dict()), what="in the model")
-
-    world(body)
+    place: Path = comm.bcast_object(folder)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=MANY)
+    good = GoodState(model, folder=place)
+    good.keep(1)
+    assert [each.requires_grad for each in good.companions()] == [True, True]
+    move(model, some_layouts(comm.size)[-1], optimizer=None, companions=good.companions())
+    good.moved()
+    good.keep(2)
+    assert len(good.companions()) == 2
+    model.module.requires_grad_(True)
+    good.keep(3)
+    assert len(good.companions()) == 4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    assert "after iteration 3" in good.rescue()
+    assert_close(comm.bcast_object(whole_state_dict(model)), dict(built.state_dict()), what="in the model")
 
 
 class Shifted(nn.Module):

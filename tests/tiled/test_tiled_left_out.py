@@ -12,6 +12,7 @@ from equal_runs import check_fit, plain_fit
 from networks import GPT, VOCABULARY
 from torch import nn
 
+from drawing import mlp
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
 from tatami.testing.worlds import World
@@ -93,20 +94,20 @@ def test_the_loss_inside_of_a_followed_network_is_counted_too() -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_loop_written_by_hand_is_told_that_its_mean_would_be_wrong(world: World) -> None:
-    built = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    x, y = torch.rand(6, 4), torch.tensor([0, -100, 2, 1, 0, 2])
+def test_a_loop_written_by_hand_is_told_that_its_mean_would_be_wrong(comm: AbstractCommunicator) -> None:
+    built = mlp(4, 6, 3)
+    x, y = drawn(), torch.tensor([0, -100, 2, 1, 0, 2])
+    replicas, replica = simple_layout(*([rank] for rank in range(comm.size))), simple_layout(range(comm.size))
+    model = tile(built, comm, batch_size=6, speeds="equal", layout=replicas, reduction="mean")
+    with pytest.raises(InputError, match=r"holds -100, which losses leave out.*reduction='sum'"):
+        model.local(x, y)
+    model.local(x, y.clamp(min=0))
+    tile(built, comm, batch_size=6, speeds="equal", layout=replica, reduction="mean").local(x, y)
+    tile(built, comm, batch_size=6, speeds="equal", layout=replicas, reduction="sum").local(x, y)
 
-    def body(comm: AbstractCommunicator) -> None:
-        replicas, replica = simple_layout(*([rank] for rank in range(comm.size))), simple_layout(range(comm.size))
-        model = tile(built, comm, batch_size=6, speeds="equal", layout=replicas, reduction="mean")
-        with pytest.raises(InputError, match=r"holds -100, which losses leave out.*reduction='sum'"):
-            model.local(x, y)
-        model.local(x, y.clamp(min=0))
-        tile(built, comm, batch_size=6, speeds="equal", layout=replica, reduction="mean").local(x, y)
-        tile(built, comm, batch_size=6, speeds="equal", layout=replicas, reduction="sum").local(x, y)
 
-    world(body)
+def drawn() -> torch.Tensor:
+    return torch.rand(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -114,23 +115,19 @@ def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_cannot_be_exact_is_refused_by_name(world: World, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    built = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    x, y = torch.rand(6, 4), torch.arange(6) % 3
-    weighted = partial(F.cross_entropy, weight=torch.ones(3))
+def test_what_cannot_be_exact_is_refused_by_name(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    built = mlp(4, 6, 3)
+    x, y = drawn(), torch.arange(6) % 3
+    weighted = partial(F.cross_entropy, weight=torch.ones(3, dtype=torch.float64))
 
-    def body(comm: AbstractCommunicator) -> None:
-        def fit(target: torch.Tensor, **how: Any) -> None:
-            model = tile(built, comm, batch_size=6, speeds="equal", layout=some_layouts(comm.size)[0], reduction="mean")
-            Trainer(model, optimizer=SGD, rescue_dir=tmp_path, **how).fit((x, target), batch_size=6, epochs=1)
+    def fit(target: torch.Tensor, **how: Any) -> None:
+        model = tile(built, comm, batch_size=6, speeds="equal", layout=some_layouts(comm.size)[0], reduction="mean")
+        Trainer(model, optimizer=SGD, rescue_dir=tmp_path, **how).fit((x, target), batch_size=6, epochs=1)
 
-        fit(y, loss=penalised)
-        with pytest.raises(InputError, match="made of a mean that leaves targets out"):
-            fit(torch.where(y == 1, -100, y), loss=penalised)
-        with pytest.raises(InputError, match="with class weights divides by the weights of the samples that a rank sees"):
-            fit(y, training_step=lambda model, batch: weighted(model(batch[0]), batch[1]))
-        with pytest.raises(NotFiniteError, match="the loss is nan on rank 0"):
-            fit(torch.full_like(y, -100), loss=nn.CrossEntropyLoss())
-
-    world(body)
+    fit(y, loss=penalised)
+    with pytest.raises(InputError, match="made of a mean that leaves targets out"):
+        fit(torch.where(y == 1, -100, y), loss=penalised)
+    with pytest.raises(InputError, match="with class weights divides by the weights of the samples that a rank sees"):
+        fit(y, training_step=lambda model, batch: weighted(model(batch[0]), batch[1]))
+    with pytest.raises(NotFiniteError, match="the loss is nan on rank 0"):
+        fit(torch.full_like(y, -100), loss=nn.CrossEntropyLoss())

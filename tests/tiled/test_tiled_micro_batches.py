@@ -212,28 +212,24 @@ def test_what_is_wrong_with_micro_batches_is_refused(comm: AbstractCommunicator)
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
-def test_the_number_of_micro_batches_changes_with_the_layout(world: World) -> None:
+def test_the_number_of_micro_batches_changes_with_the_layout(comm: AbstractCommunicator) -> None:
     plain, built = network().eval(), network().eval()
     for x, y in batches():
         F.cross_entropy(plain(x), y).backward()  # type: ignore[no-untyped-call]
-
-    def body(comm: AbstractCommunicator) -> None:
-        layouts = [
-            in_micro_batches(some_layouts(comm.size)[1]),
-            some_layouts(comm.size)[0],
-            in_micro_batches(some_layouts(comm.size)[0]),
-        ]
-        model = tiled(built, comm, layout=layouts[0], batch_size=SIZES[0])
-        without_dropout(model)
-        for layout, (x, y) in zip(layouts, batches(), strict=True):
-            move(model, layout, optimizer=None)
-            for here_x, here_y in model.micro_batches(x, y):
-                F.cross_entropy(model(here_x), here_y).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.copy_(parameter.grad)
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-        assert_equal(comm.bcast_object(whole_state_dict(model)), expected, "gradients")
-
-    world(body)
+    layouts = [
+        in_micro_batches(some_layouts(comm.size)[1]),
+        some_layouts(comm.size)[0],
+        in_micro_batches(some_layouts(comm.size)[0]),
+    ]
+    model = tiled(built, comm, layout=layouts[0], batch_size=SIZES[0])
+    without_dropout(model)
+    for layout, (x, y) in zip(layouts, batches(), strict=True):
+        move(model, layout, optimizer=None)
+        for here_x, here_y in model.micro_batches(x, y):
+            F.cross_entropy(model(here_x), here_y).backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    assert_equal(comm.bcast_object(whole_state_dict(model)), expected, "gradients")

@@ -18,7 +18,7 @@ from torch import nn
 
 import tatami
 from drawing import one_at_a_time
-from tatami.comm import AbstractCommunicator, run_threads
+from tatami.comm import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.model.describing import describe
 from tatami.testing.worlds import World
@@ -129,18 +129,19 @@ def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_lef
         assert_close(model.state_dict(), state, what="after it was refused")
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("forward", "fits", "other"), [(keeping_a_mean, "mean", "sum"), (keeping_a_sum, "sum", "mean")])
-def test_a_number_that_is_kept_must_be_what_the_reduction_says(forward: Forward, fits: Any, other: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        torch.manual_seed(0)
-        model = paired(forward)
-        with pytest.raises(ModelError, match=f"is the {fits} of what its samples give, and the reduction is '{other}'"):
-            tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=other)
-        tiled = tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=fits)
-        with pytest.raises(ModelError, match=f"the reduction is '{other}'"):
-            tiled.reduction = other
-
-    run_threads(body, size=2)
+def test_a_number_that_is_kept_must_be_what_the_reduction_says(
+    comm: AbstractCommunicator, forward: Forward, fits: Any, other: Any
+) -> None:
+    torch.manual_seed(0)
+    model = paired(forward)
+    with pytest.raises(ModelError, match=f"is the {fits} of what its samples give, and the reduction is '{other}'"):
+        tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=other)
+    tiled = tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=fits)
+    with pytest.raises(ModelError, match=f"the reduction is '{other}'"):
+        tiled.reduction = other
 
 
 @pytest.mark.parametrize("forward", [moving_mean, moving_mean_in_place])
@@ -356,16 +357,15 @@ def test_a_network_that_has_run_before_can_be_tiled_with_what_it_holds(world: Wo
     trained_alike(world, make, lambda _, output: output.square().mean())
 
 
-def test_what_cannot_be_copied_is_named() -> None:
+@pytest.mark.threads_only
+@pytest.mark.ranks(1)
+def test_what_cannot_be_copied_is_named(comm: AbstractCommunicator) -> None:
     class Locked(nn.Linear):
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("cannot pickle a lock")
 
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"cannot be copied.*TypeError: cannot pickle a lock"):
-            tile(Locked(2, 2), comm, batch_size=2, speeds="equal")
-
-    run_threads(body, size=1)
+    with pytest.raises(InputError, match=r"cannot be copied.*TypeError: cannot pickle a lock"):
+        tile(Locked(2, 2), comm, batch_size=2, speeds="equal")
 
 
 @pytest.mark.threads_only

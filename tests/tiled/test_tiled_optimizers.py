@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tatami.comm import AbstractCommunicator, run_threads
+from tatami.comm import AbstractCommunicator
 from tatami.errors import ModelError
 from tatami.runtime.optimizers import check_optimizer
 from tatami.train import Trainer, tile
@@ -92,24 +92,23 @@ def test_what_is_tried_draws_nothing_from_the_run() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_they_are_refused_by_the_trainer_and_in_a_loop(by_hand: bool) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        model = tile(net, comm, batch_size=4, speeds="equal", reduction="mean", quiet=True)
-        if not by_hand:
-            with pytest.raises(ModelError, match="ByNorm does not work element by element"):
-                Trainer(model, optimizer=ByNorm, loss=nn.MSELoss())
-            return
-        own, taken = ByNorm(model.parameters()), Own(model.parameters())
-        x, y = model.local(torch.ones(4, 3), torch.zeros(4, 2))
-        torch.autograd.backward(nn.functional.mse_loss(model(x), y))
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        for _ in range(2):
-            with pytest.raises(ModelError, match="ByNorm does not work element by element"):
-                own.step()
-        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-        taken.step()
-        assert not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-
-    run_threads(body, size=2)
+def test_they_are_refused_by_the_trainer_and_in_a_loop(comm: AbstractCommunicator, by_hand: bool) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = tile(net, comm, batch_size=4, speeds="equal", reduction="mean", quiet=True)
+    if not by_hand:
+        with pytest.raises(ModelError, match="ByNorm does not work element by element"):
+            Trainer(model, optimizer=ByNorm, loss=nn.MSELoss())
+        return
+    own, taken = ByNorm(model.parameters()), Own(model.parameters())
+    x, y = model.local(torch.ones(4, 3), torch.zeros(4, 2))
+    torch.autograd.backward(nn.functional.mse_loss(model(x), y))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(ModelError, match="ByNorm does not work element by element"):
+            own.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    taken.step()
+    assert not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

@@ -95,22 +95,19 @@ def test_a_sum_over_samples_would_count_the_term_once_for_each_replica(comm: Abs
 
 
 @pytest.mark.ranks(2)
-def test_a_term_that_begins_late_is_found_too(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        passes = 0
+def test_a_term_that_begins_late_is_found_too(comm: AbstractCommunicator) -> None:
+    passes = 0
 
-        def late(model: Any) -> torch.Tensor:
-            nonlocal passes
-            passes += 1
-            return squares(model) if passes > 20 else torch.zeros((), dtype=torch.float64)
+    def late(model: Any) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return squares(model) if passes > 20 else torch.zeros((), dtype=torch.float64)
 
-        run = trainer(comm, one_replica(2), late, "mean")
-        with pytest.raises(InputError, match="the loss of the Trainer would be wrong"):
-            run.fit(data(), batch_size=SAMPLES, iterations=70)
-        assert 20 < run.iteration <= 51
-        comm.barrier()
-
-    world(body)
+    run = trainer(comm, one_replica(2), late, "mean")
+    with pytest.raises(InputError, match="the loss of the Trainer would be wrong"):
+        run.fit(data(), batch_size=SAMPLES, iterations=70)
+    assert 20 < run.iteration <= 51
+    comm.barrier()
 
 
 @pytest.mark.ranks(2)

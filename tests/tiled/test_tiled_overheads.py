@@ -19,7 +19,6 @@ from tatami.errors import PlanError
 from tatami.measure import speeds
 from tatami.model import overheads
 from tatami.model.overheads import measure_overheads, messages_of, overheads_of, small_model
-from tatami.testing.worlds import World
 from tatami.train import measure_sample_flop, measure_speeds, tile
 from tatami.workload import Block, Workload
 from tiled_rig import Placed, simple_layout
@@ -77,22 +76,18 @@ def test_an_iteration_has_the_messages_that_it_is_divided_by(comm: AbstractCommu
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_it_is_measured_and_all_ranks_are_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_measured_and_all_ranks_are_told(comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In groups of two, where there are more."""
     monkeypatch.setattr(overheads, "_TOGETHER", 2)
-
-    def body(comm: AbstractCommunicator) -> None:
-        before = torch.get_rng_state()
-        found = measure_overheads(comm, measure_message_costs(comm, repeats=2), repeats=2)
-        assert torch.equal(torch.get_rng_state(), before)
-        assert comm.allgather_object(found) == [found] * comm.size
-        for each in found:
-            # A message is never for nothing, however noisy the machine; of the others, one may look so.
-            assert each.message_s > 0 or comm.size == 1
-            assert min(each.call_s, each.step_s) >= 0
-            assert 0 < each.call_s + each.step_s + each.message_s < 100
-
-    world(body)
+    before = torch.get_rng_state()
+    found = measure_overheads(comm, measure_message_costs(comm, repeats=2), repeats=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert comm.allgather_object(found) == [found] * comm.size
+    for each in found:
+        # A message is never for nothing, however noisy the machine; of the others, one may look so.
+        assert each.message_s > 0 or comm.size == 1
+        assert min(each.call_s, each.step_s) >= 0
+        assert 0 < each.call_s + each.step_s + each.message_s < 100
 
 
 WORKLOAD = Workload.mlp(20, 64, 5, samples=32)
@@ -113,23 +108,19 @@ def fake_pass(clock: HandClock) -> type:
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(1)
-def test_finds_what_each_sample_costs(world: World) -> None:
+def test_finds_what_each_sample_costs(comm: AbstractCommunicator) -> None:
     clock = HandClock()
-
-    def body(comm: AbstractCommunicator) -> None:
-        with patch.object(speeds, "BlockPass", fake_pass(clock)):
-            found = measure_sample_flop(WORKLOAD, comm, clock=clock)
-            assert found == pytest.approx(SAMPLE_FLOP, rel=1e-9)
-            told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
-            assert told[0].flop_per_s == pytest.approx(FLOP_PER_S, rel=0.01), "Table 1's own few flop for each sample aside"
-
-    world(body)
+    with patch.object(speeds, "BlockPass", fake_pass(clock)):
+        found = measure_sample_flop(WORKLOAD, comm, clock=clock)
+        assert found == pytest.approx(SAMPLE_FLOP, rel=1e-9)
+        told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
+        assert told[0].flop_per_s == pytest.approx(FLOP_PER_S, rel=0.01), "Table 1's own few flop for each sample aside"
 
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("slower", [-0.1, 0.0, 0.05])
-def test_units_whose_time_drowns_in_noise_are_not_taken_for_free(world: World, slower: float) -> None:
+def test_units_whose_time_drowns_in_noise_are_not_taken_for_free(comm: AbstractCommunicator, slower: float) -> None:
     """All units take no longer than an eighth of them, or hardly: a tenth of the time is theirs all the same."""
     clock = HandClock()
     most_flop = WORKLOAD.flop(width=1.0, height=1.0)
@@ -141,14 +132,11 @@ def test_units_whose_time_drowns_in_noise_are_not_taken_for_free(world: World, s
         def run(self) -> None:
             clock.sleep(self.seconds)
 
-    def body(comm: AbstractCommunicator) -> None:
-        with patch.object(speeds, "BlockPass", Fake):
-            found = measure_sample_flop(WORKLOAD, comm, clock=clock)
-            assert found == pytest.approx((9 * 7 / 8 - 1 / 8) * most_flop / WORKLOAD.samples, rel=0.01)
-            told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
-            assert told[0].flop_per_s == pytest.approx(8.75 * most_flop / (1e-3 * (1 + slower)), rel=0.01)
-
-    world(body)
+    with patch.object(speeds, "BlockPass", Fake):
+        found = measure_sample_flop(WORKLOAD, comm, clock=clock)
+        assert found == pytest.approx((9 * 7 / 8 - 1 / 8) * most_flop / WORKLOAD.samples, rel=0.01)
+        told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
+        assert told[0].flop_per_s == pytest.approx(8.75 * most_flop / (1e-3 * (1 + slower)), rel=0.01)
 
 
 def test_is_the_same_on_all_ranks_and_never_negative(comm: AbstractCommunicator) -> None:

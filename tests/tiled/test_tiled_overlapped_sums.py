@@ -156,30 +156,28 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(comm: Abstrac
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(
+    comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the ranks still learn the order of gradients nothing has left, and the pass can be repeated."""
     monkeypatch.setattr(tatami.runtime.overlapped_sums, "usual_bucket_bytes", lambda *_: 8)
-
-    def body(comm: AbstractCommunicator) -> None:
-        model, inner = tiled(comm)
-        x, y = model.local(*batch(0))
-        found = []
-        for step in range(5):
-            model.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            if step in (1, 4):
-                inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
-                with pytest.raises(KeyError, match="broken off"):
-                    torch.autograd.backward(loss)
-                continue
-            torch.autograd.backward(loss)
-            found.append([parameter.grad for parameter in inner.trunk.parameters()])
-        for before, after in zip(found[0], found[1], strict=True):
-            torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
-        with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
-            model(x)
-
-    world(body)
+    model, inner = tiled(comm)
+    x, y = model.local(*batch(0))
+    found = []
+    for step in range(5):
+        model.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        if step in (1, 4):
+            inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
+            with pytest.raises(KeyError, match="broken off"):
+                torch.autograd.backward(loss)
+            continue
+        torch.autograd.backward(loss)
+        found.append([parameter.grad for parameter in inner.trunk.parameters()])
+    for before, after in zip(found[0], found[1], strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+    with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
+        model(x)
 
 
 def _fail(_: torch.Tensor) -> None:

@@ -16,7 +16,6 @@ from tatami.partition.parts.split_logits import SplitLogits, split_logits
 from tatami.runtime.context import ModuleContext, RankContext
 from tatami.runtime.phases import Phases
 from tatami.runtime.tensor_parallel import ReplicaComm
-from tatami.testing.worlds import World
 from tatami.tiling import Span
 from tatami.train import find_blocks, register, tile
 from tiled_rig import simple_layout
@@ -40,7 +39,7 @@ LOSSES: dict[str, Loss] = {
 @pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_losses_of_split_logits_are_those_of_whole_ones(world: World, name: str) -> None:
+def test_losses_of_split_logits_are_those_of_whole_ones(comm: AbstractCommunicator, name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(ROWS, TIME, WIDTH, dtype=torch.float64, generator=generator)
     weight = torch.rand(CLASSES, WIDTH, dtype=torch.float64, generator=generator)
@@ -52,52 +51,44 @@ def test_losses_of_split_logits_are_those_of_whole_ones(world: World, name: str)
     assert own_x.grad is not None
     assert own_weight.grad is not None
     wanted_x, wanted_weight = own_x.grad, own_weight.grad
-    cuts = {2: [0, 6, CLASSES], 3: [0, 0, 4, CLASSES]}[world.size]  # of three ranks, one has no class
-
-    def body(comm: AbstractCommunicator) -> None:
-        span = Span(cuts[comm.rank], cuts[comm.rank + 1])
-        replica = ReplicaComm(Phases())
-        replica.meet(comm)
-        rank = RankContext(replica=replica, comm=comm, generator=torch.Generator())
-        part, given = weight[span.slice()].clone().requires_grad_(), x.clone().requires_grad_()
-        logits = split_logits(F.linear(given, part), CLASSES, ModuleContext(rank=rank, units=[lambda: span]))
-        assert isinstance(logits, SplitLogits)
-        assert logits.shape == (ROWS, TIME, CLASSES)
-        loss = LOSSES[name](logits, target)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-        torch.testing.assert_close(part.grad, wanted_weight[span.slice()], rtol=1e-11, atol=1e-14)
-        assert given.grad is not None
-        replica.sum_(given.grad)
-        torch.testing.assert_close(given.grad, wanted_x, rtol=1e-11, atol=1e-14)
-        for changed in (lambda: logits.add_(1.0), lambda: logits.__setitem__((..., 0), 1.0)):
-            with pytest.raises(ModelError, match="is changed in place"):
-                changed()
-
-    world(body)
+    cuts = {2: [0, 6, CLASSES], 3: [0, 0, 4, CLASSES]}[comm.size]  # of three ranks, one has no class
+    span = Span(cuts[comm.rank], cuts[comm.rank + 1])
+    replica = ReplicaComm(Phases())
+    replica.meet(comm)
+    rank = RankContext(replica=replica, comm=comm, generator=torch.Generator())
+    part, given = weight[span.slice()].clone().requires_grad_(), x.clone().requires_grad_()
+    logits = split_logits(F.linear(given, part), CLASSES, ModuleContext(rank=rank, units=[lambda: span]))
+    assert isinstance(logits, SplitLogits)
+    assert logits.shape == (ROWS, TIME, CLASSES)
+    loss = LOSSES[name](logits, target)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(part.grad, wanted_weight[span.slice()], rtol=1e-11, atol=1e-14)
+    assert given.grad is not None
+    replica.sum_(given.grad)
+    torch.testing.assert_close(given.grad, wanted_x, rtol=1e-11, atol=1e-14)
+    for changed in (lambda: logits.add_(1.0), lambda: logits.__setitem__((..., 0), 1.0)):
+        with pytest.raises(ModelError, match="is changed in place"):
+            changed()
 
 
 @pytest.mark.ranks(2)
-def test_the_vocabulary_of_a_gpt_stays_split_in_training(world: World) -> None:
+def test_the_vocabulary_of_a_gpt_stays_split_in_training(comm: AbstractCommunicator) -> None:
     case = NETWORKS["vocabulary"]
     network = build(case)
     (text,) = case.draw(4, torch.Generator().manual_seed(2))
     assert isinstance(text, torch.Tensor)
     whole = F.cross_entropy(network(text).flatten(0, 1), text.flatten())
-
-    def body(comm: AbstractCommunicator) -> None:
-        layout = simple_layout([0, 1])
-        model = tile(network, comm, batch_size=4, sample=text, speeds="equal", layout=layout, reduction="mean")
-        logits = model(model.local(text))
-        assert isinstance(logits, SplitLogits)
-        assert logits.part.shape[-1] == LARGE // 2
-        torch.testing.assert_close(F.cross_entropy(logits.flatten(0, 1), text.flatten()), whole, rtol=1e-12, atol=0)
-        with torch.no_grad():
-            assert type(model(text)) is torch.Tensor
-        rows = [rows.tensor.shape for rows in model.block_rows()[0]]
-        assert rows == [(LARGE // 2, 12)]  # one weight, under two names
-
-    world(body)
+    layout = simple_layout([0, 1])
+    model = tile(network, comm, batch_size=4, sample=text, speeds="equal", layout=layout, reduction="mean")
+    logits = model(model.local(text))
+    assert isinstance(logits, SplitLogits)
+    assert logits.part.shape[-1] == LARGE // 2
+    torch.testing.assert_close(F.cross_entropy(logits.flatten(0, 1), text.flatten()), whole, rtol=1e-12, atol=0)
+    with torch.no_grad():
+        assert type(model(text)) is torch.Tensor
+    rows = [rows.tensor.shape for rows in model.block_rows()[0]]
+    assert rows == [(LARGE // 2, 12)]  # one weight, under two names
 
 
 class Shared(nn.Module):

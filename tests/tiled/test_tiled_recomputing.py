@@ -159,6 +159,8 @@ def test_the_rank_that_lacks_memory_recomputes(capsys: pytest.CaptureFixture[str
     assert "; recomputing activations: p0" in capsys.readouterr().out
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
@@ -172,16 +174,14 @@ def test_the_rank_that_lacks_memory_recomputes(capsys: pytest.CaptureFixture[str
         ({"layout": random_layout(2, 1).recomputing(["p0"])}, PlanError, "p0 is to recompute activations and others are not"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], error: type[Exception], told: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_starts(
+    comm: AbstractCommunicator, options: dict[str, Any], error: type[Exception], told: str
+) -> None:
     case = NETWORKS["resnet"]
     (x,) = case.draw(SAMPLES, torch.Generator().manual_seed(5))
     assert isinstance(x, torch.Tensor)
-
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(error, match=told):
-            tiled(build(case), comm, x, **options)
-
-    run_threads(body, size=2)
+    with pytest.raises(error, match=told):
+        tiled(build(case), comm, x, **options)
 
 
 class Caching(nn.Module):

@@ -265,18 +265,17 @@ def test_a_sample_that_the_network_does_not_take(sample: Any) -> None:
         find_blocks(mlp(), sample=sample)
 
 
-def test_what_is_given_in_place_of_a_layout_a_batch_or_a_tile() -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        with pytest.raises(PlanError, match=r"takes a tatami.tiling.Layout, .* not \[0.5, 0.5\]"):
-            move(model, [0.5, 0.5], optimizer=None)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"a list of 8 tuples, which seem to be samples.*default_collate"):
-            model.local([(torch.ones(4), torch.tensor(1)) for _ in range(8)])
-        with pytest.raises(ModelError, match=r"these are whole weights, .*load_whole_state_dict\(model, weights\)"):
-            model.load_state_dict(mlp().state_dict())
-        model.load_state_dict(model.state_dict())
-
-    run_threads(body, size=2)
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_what_is_given_in_place_of_a_layout_a_batch_or_a_tile(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    with pytest.raises(PlanError, match=r"takes a tatami.tiling.Layout, .* not \[0.5, 0.5\]"):
+        move(model, [0.5, 0.5], optimizer=None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"a list of 8 tuples, which seem to be samples.*default_collate"):
+        model.local([(torch.ones(4), torch.tensor(1)) for _ in range(8)])
+    with pytest.raises(ModelError, match=r"these are whole weights, .*load_whole_state_dict\(model, weights\)"):
+        model.load_state_dict(mlp().state_dict())
+    model.load_state_dict(model.state_dict())
 
 
 FIRST_PASS = """

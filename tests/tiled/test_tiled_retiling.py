@@ -325,35 +325,31 @@ class Breakable(WrappedCommunicator):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(world: World) -> None:
+def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(comm: AbstractCommunicator) -> None:
     """The rows of a moved tile do not come: the model still computes, on the old tiling, what the plain one does."""
     built, expected = network(), trained_plainly(3)
     x, y = data()
-
-    def body(comm: AbstractCommunicator) -> None:
-        ranks = list(range(comm.size))
-        model = tiled(built, Breakable(comm), layout=simple_layout(ranks), batch_size=SAMPLES)
-        link = model.comm
-        assert isinstance(link, Breakable)
-        optimizer = ADAM(model.parameters())
-        for step in range(3):
-            here_x, here_y = model.local(x, y)
-            optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.mse_loss(model(here_x), here_y))
-            if step == 1:
-                before = model.layout, model.tilings, [parameter.clone() for parameter in model.parameters()]
-                link.broken = True
-                with pytest.raises(CommError, match="the link is cut"):
-                    move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer)
-                link.broken = False
-                assert (model.layout, model.tilings) == before[:2]
-                assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before[2], strict=True))
-            optimizer.step()
-            if step == 1:
-                assert move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer).num_units > 0
-        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
-
-    world(body)
+    ranks = list(range(comm.size))
+    model = tiled(built, Breakable(comm), layout=simple_layout(ranks), batch_size=SAMPLES)
+    link = model.comm
+    assert isinstance(link, Breakable)
+    optimizer = ADAM(model.parameters())
+    for step in range(3):
+        here_x, here_y = model.local(x, y)
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(model(here_x), here_y))
+        if step == 1:
+            before = model.layout, model.tilings, [parameter.clone() for parameter in model.parameters()]
+            link.broken = True
+            with pytest.raises(CommError, match="the link is cut"):
+                move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer)
+            link.broken = False
+            assert (model.layout, model.tilings) == before[:2]
+            assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before[2], strict=True))
+        optimizer.step()
+        if step == 1:
+            assert move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer).num_units > 0
+    assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
 
 
 def test_a_rank_that_was_left_out_is_as_slow_as_it_was_known_to_be_until_its_probe_says_otherwise() -> None:

@@ -128,17 +128,12 @@ def test_long_sums_and_large_replicated_gradients_are_described(world: World, ki
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_network_without_blocks_is_described(world: World) -> None:
-    torch.manual_seed(0)
+def test_a_network_without_blocks_is_described(comm: AbstractCommunicator) -> None:
     plain = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3))
-    layout: Layout = some_layouts(world.size)[1]
-    hosts = hosts_of(world.size, "apart")
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(plain, Placed(comm, hosts=hosts), layout=layout, batch_size=7)
-        check_step(model, torch.rand(7, 5, generator=torch.Generator().manual_seed(0)), cluster=cluster_of(hosts))
-
-    world(body)
+    layout: Layout = some_layouts(comm.size)[1]
+    hosts = hosts_of(comm.size, "apart")
+    model = tiled(plain, Placed(comm, hosts=hosts), layout=layout, batch_size=7)
+    check_step(model, torch.rand(7, 5, generator=torch.Generator().manual_seed(0)), cluster=cluster_of(hosts))
 
 
 @pytest.mark.threads_only  # each process would follow the network again

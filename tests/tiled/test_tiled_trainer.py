@@ -278,7 +278,7 @@ def test_data_that_can_not_be(comm: AbstractCommunicator) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("records")
     losses, _ = fitted(batch_size=SAMPLES, epochs=4, seed=None)
     built = network()
@@ -296,44 +296,41 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
         def finish(self) -> None:
             self.events.append("finish")
 
-    def body(comm: AbstractCommunicator) -> None:
-        path: Path = comm.bcast_object(folder) / "run.jsonl"
-        progress = Told()
-        with Records(path if comm.rank == 0 else None) as records:
-            model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
-            trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), records=records, record_every=2, progress=progress)
-            trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
-        if comm.rank == 0:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            assert [(line["event"], line["iteration"]) for line in lines] == [
-                ("processes", 0),
-                ("tiling", 0),
-                ("phases", 2),
-                ("train", 2),
-                ("phases", 4),
-                ("train", 4),
-                ("end", 4),
-            ]
-            num_lines = len(lines)
-            assert lines.pop()["stopped"] == "epochs"
-            assert {each.partition(" on ")[0] for each in lines.pop(0)["ranks"].values()} >= {str(os.getpid())}
-            assert lines[0]["tiling"] == model.tiling.to_dict()
-            assert all(set(line["ranks"]) == set(model.names) and line["iterations"] == 2 for line in lines[1::2])
-            trained = lines[2::2]
-            assert [line["epoch"] for line in trained] == [1, 3]
-            assert [line["loss"] for line in trained] == pytest.approx([losses[1], losses[3]])
-            assert progress.events[0] == ("training", 4 * SAMPLES, "samples")
-            assert progress.events[1] == (SAMPLES, {"loss": f"{losses[0]:.4g}"})
-            assert progress.events[5:] == ["finish"]
-            with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
-                Records(path)
-            Records(path, force=True).close()
-            assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
-            with pytest.raises(InputError, match="/dev/full is a device"):
-                Records(Path("/dev/full"), force=True)
-            with pytest.raises(InputError, match=r"run\.jsonl is a file, but a folder is needed"):
-                Records(tensorboard=path, force=True)
-        else:
-            assert progress.events == []
-
-    world(body)
+    path: Path = comm.bcast_object(folder) / "run.jsonl"
+    progress = Told()
+    with Records(path if comm.rank == 0 else None) as records:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), records=records, record_every=2, progress=progress)
+        trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
+    if comm.rank == 0:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert [(line["event"], line["iteration"]) for line in lines] == [
+            ("processes", 0),
+            ("tiling", 0),
+            ("phases", 2),
+            ("train", 2),
+            ("phases", 4),
+            ("train", 4),
+            ("end", 4),
+        ]
+        num_lines = len(lines)
+        assert lines.pop()["stopped"] == "epochs"
+        assert {each.partition(" on ")[0] for each in lines.pop(0)["ranks"].values()} >= {str(os.getpid())}
+        assert lines[0]["tiling"] == model.tiling.to_dict()
+        assert all(set(line["ranks"]) == set(model.names) and line["iterations"] == 2 for line in lines[1::2])
+        trained = lines[2::2]
+        assert [line["epoch"] for line in trained] == [1, 3]
+        assert [line["loss"] for line in trained] == pytest.approx([losses[1], losses[3]])
+        assert progress.events[0] == ("training", 4 * SAMPLES, "samples")
+        assert progress.events[1] == (SAMPLES, {"loss": f"{losses[0]:.4g}"})
+        assert progress.events[5:] == ["finish"]
+        with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
+            Records(path)
+        Records(path, force=True).close()
+        assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
+        with pytest.raises(InputError, match="/dev/full is a device"):
+            Records(Path("/dev/full"), force=True)
+        with pytest.raises(InputError, match=r"run\.jsonl is a file, but a folder is needed"):
+            Records(tensorboard=path, force=True)
+    else:
+        assert progress.events == []

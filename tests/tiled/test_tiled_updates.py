@@ -155,7 +155,7 @@ def test_float16_by_the_trainer_uses_a_scaler(comm: AbstractCommunicator) -> Non
 
 @pytest.mark.parametrize("kind", ["tied", "low-rank"])
 @pytest.mark.ranks(1, 2, 3)
-def test_tied_and_frozen_weights_from_the_first_batch(world: World, kind: str) -> None:
+def test_tied_and_frozen_weights_from_the_first_batch(comm: AbstractCommunicator, kind: str) -> None:
     """The Trainer is given the network, which it tiles with its first batch; a GPT, with Adam, in updates of two batches."""
 
     @one_at_a_time
@@ -172,21 +172,17 @@ def test_tied_and_frozen_weights_from_the_first_batch(world: World, kind: str) -
     built, make = build(), partial(torch.optim.Adam, lr=0.01)
     updates = in_batches(8, text, target)
     losses, state = plain_fit(build(), updates, loss=lambda model, batch: loss_of(model(batch[0]), batch[1]), optimizer=make)
-
-    def body(comm: AbstractCommunicator) -> None:
-        trainer = Trainer(
-            built, comm=comm, tile=partial(tile_quietly, equal=True), optimizer=make, loss=loss_of, accumulate_grad_batches=2
-        )
-        with pytest.raises(InputError, match="tiled with the first batch of fit or evaluate"):
-            trainer.model  # noqa: B018
-        history = trainer.fit((text, target), batch_size=4, epochs=1, shuffle=False)
-        assert history.losses == pytest.approx(losses, rel=1e-10)
-        assert {block.facts.kind for block in trainer.model.found.blocks} == {"attention", "linear pair"}
-        assert_close(comm.bcast_object(whole_state_dict(trainer.model)), state, what="parameters")
-        frozen = [each for each in trainer.model.modules() if isinstance(each, LowRank)]
-        assert (len(frozen) > 0) == (kind == "low-rank")
-
-    world(body)
+    trainer = Trainer(
+        built, comm=comm, tile=partial(tile_quietly, equal=True), optimizer=make, loss=loss_of, accumulate_grad_batches=2
+    )
+    with pytest.raises(InputError, match="tiled with the first batch of fit or evaluate"):
+        trainer.model  # noqa: B018
+    history = trainer.fit((text, target), batch_size=4, epochs=1, shuffle=False)
+    assert history.losses == pytest.approx(losses, rel=1e-10)
+    assert {block.facts.kind for block in trainer.model.found.blocks} == {"attention", "linear pair"}
+    assert_close(comm.bcast_object(whole_state_dict(trainer.model)), state, what="parameters")
+    frozen = [each for each in trainer.model.modules() if isinstance(each, LowRank)]
+    assert (len(frozen) > 0) == (kind == "low-rank")
 
 
 def tile_quietly(network: nn.Module, comm: AbstractCommunicator, *, equal: bool, **options: Any) -> TiledModel:
