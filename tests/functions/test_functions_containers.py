@@ -16,6 +16,8 @@ from tatami.errors import ClosedError, InputError
 from tatami.functions import collectives
 from tatami.functions.structure import mapped, with_tensors
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Pair(NamedTuple):
     left: torch.Tensor
@@ -50,7 +52,6 @@ def summed(value: Any) -> torch.Tensor:
     return sum((summed(each) for each in value if each is not None), torch.zeros(()))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", range(5))
 def test_a_container_travels_and_its_gradient_comes_back(comm: AbstractCommunicator, number: int) -> None:
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -86,7 +87,6 @@ def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["grad", "vmap"])
 def test_transforms_of_torch_func_are_refused_by_name(comm: AbstractCommunicator, kind: str) -> None:
     def sent(x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,6 @@ def test_only_tensors_are_given_to_what_changes_tensors() -> None:
 X = torch.ones(2)
 
 
-@pytest.mark.ranks(2)
 def test_peers_and_tags(comm: AbstractCommunicator) -> None:
     with pytest.raises(InputError, match=f"send: rank {comm.rank} is this rank"):
         functions.send(X, comm, dest=comm.rank)
@@ -163,7 +162,6 @@ def test_peers_and_tags(comm: AbstractCommunicator) -> None:
         functions.scatter([X, X], comm, root=5)
 
 
-@pytest.mark.ranks(2)
 def test_parts(comm: AbstractCommunicator) -> None:
     for operation in (functions.alltoall, functions.reduce_scatter):
         with pytest.raises(InputError, match=f"{operation.__name__}: 3 parts for 2 ranks; give one for each"):
@@ -176,7 +174,6 @@ def test_parts(comm: AbstractCommunicator) -> None:
         functions.scatter(None, comm, root=comm.rank)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -29,6 +29,8 @@ from tatami.train import Callback, History, LRSchedulerConfig, ModelCheckpoint, 
 from tatami.train.checkpointing import TrainingCheckpoints
 from tiled_rig import assert_close, simple_layout, some_layouts, tiled
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 SAMPLES, BATCH = 22, 8
 ADAM = partial(torch.optim.Adam, lr=0.02, eps=1e-6)
 """With the usual eps, the bias of keys, whose gradient cancels to rounding noise, would make steps of 1e-10 out of that."""
@@ -208,7 +210,6 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
             assert_close(found, weights, what=f"weights of {sizes}")
 
 
-@pytest.mark.ranks(1, 2)
 def test_what_replicas_draw_for_themselves_goes_on(comm: AbstractCommunicator, folder: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     # A tiled run cannot draw by a function as one machine does.
@@ -230,7 +231,6 @@ def test_what_replicas_draw_for_themselves_goes_on(comm: AbstractCommunicator, f
     assert losses(place / "parts", iterations=4) + losses(place / "parts", resume=True) == straight
 
 
-@pytest.mark.ranks(1, 2)
 def test_two_are_kept_and_what_ends_fit_is_saved(comm: AbstractCommunicator, folder: Path) -> None:
     place: Path = comm.bcast_object(folder)
     run(comm, place, some_layouts(comm.size)[0], iterations=5)
@@ -301,7 +301,6 @@ def test_a_run_that_survives_a_full_disk_goes_on_without_that_checkpoint_but_the
             run_threads(body, size=2)
 
 
-@pytest.mark.ranks(1, 2)
 def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicator, folder: Path) -> None:
     place: Path = comm.bcast_object(folder)
     layout = some_layouts(comm.size)[0]

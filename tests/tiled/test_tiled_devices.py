@@ -23,14 +23,14 @@ from tatami.testing.worlds import World
 from tatami.train import IterationPhase, TiledModel, move, tile, whole_state_dict
 from tiled_rig import assert_close, copy_of, draw_batches, simple_layout
 
+pytestmark = [pytest.mark.ranks(3), pytest.mark.threads_only]
+
 MIXTURES: dict[str, Callable[[int], Any]] = {
     "all on the device": lambda rank: DEVICE,  # noqa: ARG005
     "the first on the CPU": lambda rank: DEVICE if rank else "cpu",
 }
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(3)
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_a_run_on_a_device_equals_the_plain_one(world: World, mixture: str) -> None:
     """Linear pairs, dropout, layer norm; gradients of six steps, Adam, three re-tilings, clipping, and the whole weights."""
@@ -77,8 +77,6 @@ def test_a_run_on_a_device_equals_the_plain_one(world: World, mixture: str) -> N
     world(body)
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(3)
 def test_tensors_of_a_device_and_of_the_cpu_move_to_each_other(comm: AbstractCommunicator) -> None:
     with PretendDevice():
         device = DEVICE if comm.rank else torch.device("cpu")
@@ -99,8 +97,6 @@ def test_tensors_of_a_device_and_of_the_cpu_move_to_each_other(comm: AbstractCom
             comm.bcast(total[:1], root=2)
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(3)
 def test_ranks_say_where_they_compute_and_parts_know_it(comm: AbstractCommunicator) -> None:
     with PretendDevice():
         assert not comm.on_devices
@@ -113,14 +109,12 @@ def test_ranks_say_where_they_compute_and_parts_know_it(comm: AbstractCommunicat
         assert comm.describe().startswith("3 ranks by threads")
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2)
 def test_a_tensor_without_values_is_refused(comm: AbstractCommunicator) -> None:
     with pytest.raises(InputError, match="allreduce: a tensor of the device 'meta' has a shape and no values"):
         comm.allreduce(torch.empty(3, device="meta"))
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("device", "random", "said"),
@@ -179,7 +173,6 @@ def test_a_loop_that_never_ends_an_iteration_keeps_few_marks() -> None:
     assert phases.finish_iteration().forward_s == (3 * 4096 + 1) ** 2 - 1, "none was lost"
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2)
 def test_stages_hand_tensors_of_a_device_over_in_host_memory(comm: AbstractCommunicator) -> None:
     parcel = Parcel(value=3, micro_batch=0, source=0, target=1)

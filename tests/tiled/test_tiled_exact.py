@@ -25,6 +25,8 @@ from tiled_rig import (
     uneven_cluster,
 )
 
+pytestmark = pytest.mark.ranks(2, 3, 4, 5, 6)
+
 Batch = tuple[torch.Tensor, ...]
 
 
@@ -90,7 +92,6 @@ def test_tiled_runs_equal_plain_runs(world: World, network: Network, name: str, 
     )
 
 
-@pytest.mark.ranks(2, 3, 4, 5, 6)
 @property_test
 @given(network=networks(), data=st.data())
 def test_whole_retilings_in_mid_run_change_nothing(world: World, network: Network, data: st.DataObject) -> None:
@@ -107,7 +108,6 @@ def test_whole_retilings_in_mid_run_change_nothing(world: World, network: Networ
     )
 
 
-@pytest.mark.ranks(2, 3, 4, 5, 6)
 @property_test
 @given(network=networks(), data=st.data())
 def test_replica_retilings_in_mid_run_change_nothing(world: World, network: Network, data: st.DataObject) -> None:

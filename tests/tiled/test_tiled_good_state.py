@@ -16,6 +16,8 @@ from tatami.state.good_state import FIRST, MOST_APART, GoodState
 from tatami.train import Trainer, move, tile, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 ADAM = optimizers(torch.float64)["adam"]
 BAD = 28
 """The iteration whose batch has a sample that is NaN."""
@@ -63,7 +65,6 @@ class Relaid:
             move(model, simple_layout(list(range(model.comm.size))), optimizer=trainer.optimizer)
 
 
-@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(
     ("batch_size", "relaid_after", "kept", "sharded"),
     [
@@ -94,7 +95,6 @@ def test_the_state_that_is_put_back(
     assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
 
 
-@pytest.mark.ranks(1, 3)
 def test_a_run_begins_with_a_state_of_its_own(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Other weights were loaded between two runs: those of the first are not what the second goes back to."""
     built, folder = network(), tmp_path_factory.mktemp("rescued")

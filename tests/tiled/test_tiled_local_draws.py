@@ -13,6 +13,8 @@ from tatami.testing.worlds import World
 from tatami.train import TiledModel, find_blocks, tile
 from tiled_rig import simple_layout
 
+pytestmark = pytest.mark.ranks(2)
+
 P = 0.5
 
 
@@ -84,7 +86,6 @@ def test_without_it_the_error_says_so() -> None:
     assert find_blocks(network(), sample=torch.rand(4, 5, 3), random="local").blocks
 
 
-@pytest.mark.ranks(2)
 def test_random_draws_of_another_kind(comm: AbstractCommunicator) -> None:
     with pytest.raises(InputError, match="random must be 'plain' or 'local', not 'none'"):
         tile(network(), comm, batch_size=4, speeds="equal", random="none")  # type: ignore[arg-type]
@@ -147,7 +148,6 @@ def test_a_network_that_draws_and_mixes_its_samples_is_still_told_apart() -> Non
         find_blocks(Mixing(), sample=torch.rand(6, 5), random="local")
 
 
-@pytest.mark.ranks(2)
 def test_sparse_gradients_are_refused_by_name(comm: AbstractCommunicator) -> None:
     layout = simple_layout([0], [1])
     pair = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

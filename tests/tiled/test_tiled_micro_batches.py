@@ -19,6 +19,8 @@ from tatami.tiling import Layout, Replica
 from tatami.train import History, TiledModel, Trainer, move, tile, whole_state_dict
 from tiled_rig import simple_layout, some_layouts, tiled
 
+pytestmark = pytest.mark.threads_only
+
 SIZES = (9, 9, 2)
 """The last batch has fewer samples than there are micro-batches."""
 
@@ -63,7 +65,6 @@ def clamped(parameter: nn.Parameter) -> None:
     parameter.register_hook(lambda grad: grad.clamp(-0.05, 0.05))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.threads_only
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loop_over_micro_batches_is_that_over_batches(world: World, reduction: str) -> None:
     plain, built = network(), network()
@@ -119,7 +120,6 @@ class TimeFirst(nn.Module):
         return self.last(y.mean(0))
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1, 2, 3)
 def test_single_samples_of_a_transposed_tensor_draw_as_in_the_batch(world: World) -> None:
     generator = torch.Generator().manual_seed(5)
@@ -159,7 +159,6 @@ def test_single_samples_of_a_transposed_tensor_draw_as_in_the_batch(world: World
     world(body)
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1, 2, 3)
 def test_the_trainer_computes_micro_batches_and_counts_targets_over_all_of_them(world: World) -> None:
     plain, built = network().eval(), network().eval()
@@ -182,7 +181,6 @@ def test_the_trainer_computes_micro_batches_and_counts_targets_over_all_of_them(
     check_fit(world, built, expected, fit, layouts=layouts, rel=1e-12, batch_size=9)
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1, 2)
 def test_what_is_wrong_with_micro_batches_is_refused(comm: AbstractCommunicator) -> None:
     x, y = next(batches())
@@ -210,7 +208,6 @@ def test_what_is_wrong_with_micro_batches_is_refused(comm: AbstractCommunicator)
         penalised.backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
 def test_the_number_of_micro_batches_changes_with_the_layout(comm: AbstractCommunicator) -> None:
     plain, built = network().eval(), network().eval()

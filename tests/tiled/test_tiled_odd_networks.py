@@ -26,6 +26,8 @@ from tatami.tiling import Layout, Replica
 from tatami.train import find_blocks, tile, workload_of
 from tiled_rig import assert_close, simple_layout
 
+pytestmark = [pytest.mark.ranks(2), pytest.mark.threads_only]
+
 Forward = Callable[..., Any]
 
 
@@ -129,8 +131,6 @@ def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_lef
         assert_close(model.state_dict(), state, what="after it was refused")
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("forward", "fits", "other"), [(keeping_a_mean, "mean", "sum"), (keeping_a_sum, "sum", "mean")])
 def test_a_number_that_is_kept_must_be_what_the_reduction_says(
     comm: AbstractCommunicator, forward: Forward, fits: Any, other: Any
@@ -264,7 +264,6 @@ ODD = {
 }
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", sorted(ODD))
 def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
@@ -273,7 +272,6 @@ def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
     check_case(world, ODD[name])
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", sorted(ODD))
 def test_a_rank_that_has_all_units_sums_with_those_of_its_replica_that_have_none(world: World, name: str) -> None:
@@ -320,7 +318,6 @@ def written(forward: Forward) -> nn.Module:
     return paired(forward).double()
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_penalty_on_weights_that_could_be_split_counts_all_of_them(world: World) -> None:
     def forward(net: Any, x: torch.Tensor) -> Any:
@@ -330,7 +327,6 @@ def test_a_penalty_on_weights_that_could_be_split_counts_all_of_them(world: Worl
     trained_alike(world, lambda: written(forward), lambda _, output: output)
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_loss_that_is_kept_in_the_network_is_weighed_like_its_result(world: World) -> None:
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -341,7 +337,6 @@ def test_a_loss_that_is_kept_in_the_network_is_weighed_like_its_result(world: Wo
     trained_alike(world, lambda: written(forward), lambda net, output: output.mean() + net.extra)
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_network_that_has_run_before_can_be_tiled_with_what_it_holds(world: World) -> None:
     """As those with torch's older weight normalization, which keeps the weight that it computed, with its history."""
@@ -357,7 +352,6 @@ def test_a_network_that_has_run_before_can_be_tiled_with_what_it_holds(world: Wo
     trained_alike(world, make, lambda _, output: output.square().mean())
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1)
 def test_what_cannot_be_copied_is_named(comm: AbstractCommunicator) -> None:
     class Locked(nn.Linear):
@@ -368,8 +362,6 @@ def test_what_cannot_be_copied_is_named(comm: AbstractCommunicator) -> None:
         tile(Locked(2, 2), comm, batch_size=2, speeds="equal")
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(world: World) -> None:
     def forward(net: Any, x: torch.Tensor) -> Any:
         h = torch.relu(net.a(x))
@@ -395,8 +387,6 @@ def test_embeddings_that_count_their_samples_are_refused(options: dict[str, Any]
         find_blocks(nn.Sequential(nn.Embedding(5, 4, **options), nn.Linear(4, 2)))
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
     """Also where that axis happens to be as long as this rank's samples are many."""
 
@@ -445,8 +435,6 @@ class Sliced(nn.Module):
         return x
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_a_slice_of_a_list_of_parameters_has_their_gradients(world: World) -> None:
     torch.manual_seed(0)
     network = Sliced().double()
@@ -468,7 +456,6 @@ class Normalized(nn.Module):
         return self.c(self.other(self.b(torch.tanh(self.drop(self.norm(self.a(x)))))))
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("early", [False, True])
 def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: World, early: bool) -> None:
@@ -501,8 +488,6 @@ def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: Wo
     )
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
     torch.manual_seed(0)
     model, x = Normalized(drop=0.5), torch.rand(4, 2, 5, 5)
@@ -517,8 +502,6 @@ def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World
     world(body)
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_a_bilinear_layer_may_be_frozen_inside_of_a_split_module(world: World) -> None:
     @one_at_a_time
     def make() -> nn.Module:

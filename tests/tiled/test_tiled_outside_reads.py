@@ -19,6 +19,8 @@ from tatami.tiling import Layout
 from tatami.train import Trainer, move
 from tiled_rig import simple_layout, tiled
 
+pytestmark = pytest.mark.ranks(2)
+
 SAMPLES = 8
 SGD = partial(torch.optim.SGD, lr=0.01)
 
@@ -88,13 +90,11 @@ def test_where_each_rank_has_all_weights_a_term_of_them_is_exact(comm: AbstractC
             run.fit(data(), batch_size=SAMPLES, iterations=1)
 
 
-@pytest.mark.ranks(2)
 def test_a_sum_over_samples_would_count_the_term_once_for_each_replica(comm: AbstractCommunicator) -> None:
     with pytest.raises(InputError, match=r"\(training_step\) is said to be the sum over the samples of a batch, and is not"):
         trainer(comm, replicas(2), squares, "sum").fit(data(), batch_size=SAMPLES, iterations=1)
 
 
-@pytest.mark.ranks(2)
 def test_a_term_that_begins_late_is_found_too(comm: AbstractCommunicator) -> None:
     passes = 0
 
@@ -110,7 +110,6 @@ def test_a_term_that_begins_late_is_found_too(comm: AbstractCommunicator) -> Non
     comm.barrier()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.threads_only
 @pytest.mark.parametrize("terms", [False, True])
 def test_a_loop_of_ones_own_is_warned_once_and_only_of_such_terms(world: World, terms: bool) -> None:
@@ -147,7 +146,6 @@ def test_a_loss_is_judged_by_the_model_that_made_its_outputs(comm: AbstractCommu
         torch.testing.assert_close(mine.grad, own.grad, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("samples", [2, 3])
 def test_a_rank_with_a_single_sample_refuses_no_mean(comm: AbstractCommunicator, samples: int) -> None:
     """What a sample gives alone, and what a batch gives, have the same form there."""

@@ -19,6 +19,8 @@ from tatami.train import TiledModel, move, tile
 from tatami.workload import WIRES
 from tiled_rig import assert_close, simple_layout
 
+pytestmark = pytest.mark.ranks(2, 3)
+
 STEPS, SAMPLES = 6, 8
 
 
@@ -104,7 +106,6 @@ def test_weights_are_those_of_one_machine_though_a_layer_is_left_out_of_some_ste
     assert_close(found, expected(), what="weights")
 
 
-@pytest.mark.ranks(2, 3)
 def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     """What is equal on all ranks is not summed again."""
     model, inner = tiled(comm)
@@ -113,7 +114,6 @@ def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     assert_close(found, expected(), what="weights")
 
 
-@pytest.mark.ranks(2, 3)
 def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) -> None:
     def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
         network = perceptron()
@@ -142,7 +142,6 @@ def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) ->
         assert_close(found, plain.state_dict(), what="weights")
 
 
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_ranks_that_were_given_batches_of_different_sizes_are_told(comm: AbstractCommunicator, passes: int) -> None:
     """Before, when, and after they learn the order of gradients."""
@@ -155,7 +154,6 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(comm: Abstrac
         torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
 
 
-@pytest.mark.ranks(2, 3)
 def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(
     comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +216,6 @@ def test_half_precision_leaves_early_and_is_rounded_twice(comm: AbstractCommunic
         assert all(torch.equal(one, other.to(half).double()) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16])
 def test_buckets_carry_numbers_of_samples_that_no_float_has(comm: AbstractCommunicator, wire: torch.dtype | None) -> None:
     bucket = buckets.BucketSet(comm, [torch.zeros(3)], bucket_bytes=1 << 20, wire=wire, algorithm=None, has_numbers=True)

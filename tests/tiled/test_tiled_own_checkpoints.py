@@ -20,6 +20,8 @@ from tatami.tiling import Layout, StagedLayout
 from tatami.train import TiledModel, whole_state_dict
 from tiled_rig import assert_close, simple_layout, some_layouts, staged, tiled
 
+pytestmark = [pytest.mark.ranks(2), pytest.mark.threads_only]
+
 SAMPLES, BATCH, EPOCHS, SAVED_AT = 22, 8, 3, 4
 """Three batches an epoch: the checkpoint is in the middle of the second."""
 FOUR_RANKS = simple_layout((1, 3), (0, 2), widths=(0.6, 0.4))
@@ -133,7 +135,6 @@ def test_a_run_of_four_ranks_goes_on_on_any_ranks_and_layout(size: int, saved: s
                 assert_close(ended, weights, what=f"{size} ranks, {layout}")
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1)
 def test_all_random_states_are_those_of_the_checkpoint(comm: AbstractCommunicator, tmp_path: Path) -> None:
     first = tiled(NETWORK, comm, layout=simple_layout((0,)), batch_size=BATCH)
@@ -179,8 +180,6 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Path, TiledModel, torch.o
 }
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", WRONG)
 def test_what_would_be_loaded_wrongly_is_refused(comm: AbstractCommunicator, what: str, tmp_path: Path) -> None:
     kind, told, call = WRONG[what]
@@ -191,8 +190,6 @@ def test_what_would_be_loaded_wrongly_is_refused(comm: AbstractCommunicator, wha
         call(tmp_path, model, optimizer)
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_a_state_dict_is_loaded_where_it_is_from_and_nowhere_else(comm: AbstractCommunicator, tmp_path: Path) -> None:
     """Also as a copy, through a file, and as an average; by a part of equal size, which fits in shape."""
     model = tiled(NETWORK, comm, layout=simple_layout((0, 1)), batch_size=BATCH)

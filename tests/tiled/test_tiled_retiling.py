@@ -23,6 +23,8 @@ from tatami.train import Check, IterationPhase, Retiling, TiledModel, Trainer, m
 from tatami.train.own_times import _Probe
 from tiled_rig import assert_close, optimizers, simple_layout, tiled
 
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
 SAMPLES, UNITS = 256, 128
 SPEEDS = [1.0, 1.0, 0.5, 0.25]
 ADAM = optimizers(torch.float64)["adam"]
@@ -127,7 +129,6 @@ def test_a_balanced_run_is_left_alone(comm: AbstractCommunicator) -> None:
     assert len(retiling.checks) == 4
 
 
-@pytest.mark.ranks(2, 3, 4)
 def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> None:
     """From one replica to another of the same ranks: rows of 3 inputs + 1 bias + 2 outputs, in three tensors each for Adam."""
     built = network()
@@ -153,7 +154,6 @@ def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> 
     assert sum(sent for _, sent in results) == (UNITS - kept) * (3 + 1 + 2) * 3 * 8
 
 
-@pytest.mark.ranks(2, 3, 4)
 def test_one_rank_plans_for_all_and_a_plan_that_fails_fails_everywhere(world: World) -> None:
     built = network()
     x, y = data()
@@ -221,7 +221,6 @@ def test_what_a_loop_waits_for_its_own_sum_is_no_compute_time(comm: AbstractComm
     assert own[1:] == pytest.approx([per_work_s] * 3, rel=1e-6)
 
 
-@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_stays_exact(
     world: World, by_hand: bool
@@ -324,7 +323,6 @@ class Breakable(WrappedCommunicator):
         return type(self)(part)
 
 
-@pytest.mark.ranks(2, 3, 4)
 def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(comm: AbstractCommunicator) -> None:
     """The rows of a moved tile do not come: the model still computes, on the old tiling, what the plain one does."""
     built, expected = network(), trained_plainly(3)

@@ -22,6 +22,8 @@ from tatami.train import tile
 from tatami.workload import Workload
 from tiled_rig import Placed
 
+pytestmark = pytest.mark.ranks(2)
+
 CPU = torch.device("cpu")
 
 
@@ -136,7 +138,6 @@ class OfTwo(nn.Module):
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_a_network_that_takes_no_other_number_of_samples_is_measured_with_its_sample(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         model = OfTwo()
@@ -172,7 +173,6 @@ class Paced:
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_tile_plans_with_the_speed_at_the_size_of_the_tile(world: World) -> None:
     """Calls take both ranks as long, samples twice as long on one: with one sample they look nearly as fast as each other."""
     network = Telling(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -232,7 +232,6 @@ class Probed:
         self._slowdown.end()
 
 
-@pytest.mark.ranks(2)
 def test_a_slowed_rank_is_measured_as_slow(world: World) -> None:
     def body(comm: AbstractCommunicator) -> Cluster:
         machine = Probed(1.0 + 19.0 * comm.rank)

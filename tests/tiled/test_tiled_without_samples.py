@@ -19,6 +19,8 @@ from tatami.tiling import Layout
 from tatami.train import TiledModel, tile
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, whole_gradients
 
+pytestmark = pytest.mark.threads_only
+
 TOKENS, FEATURES, WIDTH, HEADS = 5, 3, 8, 4
 SIZES = (7, 2)
 """The second batch is smaller than there are replicas."""
@@ -79,7 +81,6 @@ def _few_layouts(size: int) -> list[Layout]:
     return [every[2], every[-1]] if size > 1 else every
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("case", "sampled"), [(CASE, False), (CASE, True), (CASES["llama"], True)], ids=["by-hand", "sampled", "llama"]
@@ -112,7 +113,6 @@ def test_a_rank_without_samples_needs_no_code_that_works_without(world: World, c
     )
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["llama", "vit", "mixer"])
 def test_a_pass_without_samples_takes_nothing_from_one_that_is_under_way(comm: AbstractCommunicator, name: str) -> None:
