@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import with_shards
-from networks import GPT, Written
+from networks import GPT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tatami
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami import outputs
 from tatami.checkpoints import files as checkpoint_files
 from tatami.comm import AbstractCommunicator, run_threads

@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import SAMPLES, check_equal, check_loop
-from networks import Written
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
 from tatami.tiling import Layout

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import check_case, check_equal, check_loop, loss_of, random_layout
-from networks import Case, Fused, Written, build, reals
+from networks import Case, Fused, build, reals
 from torch import nn
 
 import tatami
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.comm import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.model.describing import describe
@@ -186,18 +186,11 @@ class Beside(nn.Module):
         return x + self.out(y) + self.down(F.gelu(self.up(h)))
 
 
-class Summed(nn.Module):
+def summed_forward(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Attention in Einstein's notation, whose last weight has an axis of heads and one of their elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False), nn.Linear(12, 12)
-        self.out = nn.Parameter(torch.randn(3, 4, 12) / 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each(x).view(x.shape[0], x.shape[1], 3, 4) for each in (self.q, self.k, self.v))
-        weights = torch.einsum("b i h d, b j h d -> b h i j", q, k).softmax(-1)
-        return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), self.out)
+    q, k, v = (each(x).view(x.shape[0], x.shape[1], 3, 4) for each in (net.q, net.k, net.v))
+    weights = torch.einsum("b i h d, b j h d -> b h i j", q, k).softmax(-1)
+    return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), net.out)
 
 
 def viewed() -> nn.Module:
@@ -258,7 +251,17 @@ ODD = {
         draw=reals(4, 7),
         blocks=("convolution pair",),
     ),
-    "summed": Case(build=Summed, draw=reals(5, 12), blocks=("attention",)),
+    "summed": Case(
+        build=lambda: Written(
+            summed_forward,
+            q=nn.Linear(12, 12, bias=False),
+            k=nn.Linear(12, 12, bias=False),
+            v=nn.Linear(12, 12),
+            out=nn.Parameter(torch.randn(3, 4, 12) / 4),
+        ),
+        draw=reals(5, 12),
+        blocks=("attention",),
+    ),
     "counting heads": Case(build=CountingHeads, draw=reals(5, 12), blocks=("attention",)),
     "viewed": Case(build=viewed, draw=reals(36), blocks=("convolution pair", "linear pair")),
 }
@@ -424,20 +427,15 @@ def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() 
     assert ["tanh" in program for program in programs] == [False, True]
 
 
-class Sliced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.rand(6, 6) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights[1:]:
-            x = torch.tanh(x @ weight)
-        return x
+def sliced(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for weight in net.weights[1:]:
+        x = torch.tanh(x @ weight)
+    return x
 
 
 def test_a_slice_of_a_list_of_parameters_has_their_gradients(world: World) -> None:
     torch.manual_seed(0)
-    network = Sliced().double()
+    network = Written(sliced, weights=nn.ParameterList(torch.rand(6, 6) for _ in range(3))).double()
     x = torch.rand(4, 6, dtype=torch.float64)
     check_once(world, partial(copy.deepcopy, network), x, layouts=lambda _: [simple_layout([0], [1])])
 
@@ -518,16 +516,11 @@ def test_a_bilinear_layer_may_be_frozen_inside_of_a_split_module(world: World) -
 
 
 def test_the_line_that_keeps_weights_whole_is_named() -> None:
-    class Sorting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+    def sorting(net: Any, x: torch.Tensor) -> Any:
+        h = torch.relu(net.a(x)).sort(-1).values
+        return net.b(h)
 
-        def forward(self, x: torch.Tensor) -> Any:
-            h = torch.relu(self.a(x)).sort(-1).values
-            return self.b(h)
-
-    model = nn.Sequential(Sorting())
+    model = nn.Sequential(Written(sorting, a=nn.Linear(6, 8), b=nn.Linear(8, 3)))
     found = find_blocks(model, sample=torch.randn(4, 6))
     assert found.stops["0.a.weight"].endswith("`h = torch.relu(self.a(x)).sort(-1).values`")
     text = describe(model, found, workload=workload_of(model, found, samples=8)).text(width=120)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from drawing import Written
 from hand_clock import HandClock
 from tatami.cluster import NETWORK_LINK, Cluster, SpeedTable
 from tatami.comm import AbstractCommunicator
@@ -275,24 +276,18 @@ def test_a_sample_is_repeated() -> None:
         assert batch.kwargs["mask"] is mask
 
 
-class OfTwo(nn.Module):
+def of_two(net: Any, x: torch.Tensor) -> Any:
     """It knows how many samples there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if len(x) > 2:
-            raise ValueError("two samples, please")
-        return self.norm(self.layer(x))
+    if len(x) > 2:
+        raise ValueError("two samples, please")
+    return net.norm(net.layer(x))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_a_network_that_takes_no_other_number_of_samples_is_measured_with_its_sample(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        model = OfTwo()
+        model: Any = Written(of_two, layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3))
         curves = measure_network_curves(model, Sample.of(torch.rand(2, 3)), comm, batch_size=64)
         assert [[samples for samples, _ in curve.times_s] for curve in curves] == [[2]] * 2
         assert model.norm.num_batches_tracked == 0

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Written
 from torch import nn
 
 import drawing
+from drawing import Written
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError
@@ -204,36 +204,29 @@ def test_functional_dropout_is_refused(world: World) -> None:
     )
 
 
-class Noisy(nn.Module):
+def noisy(net: Any, x: torch.Tensor) -> Any:
     """Draws what torch.fx takes for a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.down(torch.relu(self.up(x))) + torch.randn(4)
+    return net.down(torch.relu(net.up(x))) + torch.randn(4)
 
 
-class Quiet(nn.Module):
+def quiet_forward(net: Any, x: torch.Tensor) -> Any:
     """Calls what could draw, and does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, 2, batch_first=True)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.drop(self.lstm(x[:, None])[0])
-        return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
+    x = net.drop(net.lstm(x[:, None])[0])
+    return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
 
 
 def test_noise_that_was_not_seen_is_refused_in_the_first_pass(comm: AbstractCommunicator) -> None:
     line = r"draws random numbers at test_tiled_refused.py:\d+ `return .* torch.randn\(4\)` \(aten.randn.default\)"
-    model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
+    model = tile(Written(noisy, up=nn.Linear(4, 8), down=nn.Linear(8, 4)), comm, batch_size=8, speeds="equal", reduction="mean")
     with pytest.raises(ModelError, match=line):
         model(model.local(torch.ones(8, 4)))
-    model = tile(Quiet(), comm, batch_size=8, speeds="equal", reduction="mean")
+    model = tile(
+        Written(quiet_forward, lstm=nn.LSTM(4, 4, 2, batch_first=True), drop=nn.Dropout(0.5)),
+        comm,
+        batch_size=8,
+        speeds="equal",
+        reduction="mean",
+    )
     assert model(model.local(torch.ones(8, 4))).shape == (4, 4)
 
 

@@ -15,7 +15,7 @@ from equal_runs import plain_fit
 from torch import nn
 
 import tatami
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm import AbstractCommunicator
 from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
@@ -347,23 +347,18 @@ def test_a_plan_without_room_says_what_each_rank_would_keep_with_shards() -> Non
     assert 139 * 10**6 < max(found.memory_bytes.values()) <= 140 * 10**6
 
 
-class Tables(nn.Module):
+def tables_forward(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Large tables, in which few rows are looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(7_500, 40) for _ in range(8))
-        self.last = nn.Linear(40, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(torch.stack([table(x) for table in self.tables]).sum(0))
-        return result
+    result: torch.Tensor = net.last(torch.stack([table(x) for table in net.tables]).sum(0))
+    return result
 
 
 @one_at_a_time
 def tables() -> nn.Module:
     torch.manual_seed(0)
-    return Tables().double()
+    return Written(
+        tables_forward, tables=nn.ModuleList(nn.Embedding(7_500, 40) for _ in range(8)), last=nn.Linear(40, 2)
+    ).double()
 
 
 @pytest.mark.filterwarnings("ignore:timed leaves out")

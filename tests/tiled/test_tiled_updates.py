@@ -14,7 +14,7 @@ from networks import GPT, LowRank, low_rank_gpt
 from torch import nn
 from torch.amp import GradScaler
 
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, PlanError, TrainingError
 from tatami.retiling import Retiler
@@ -309,19 +309,12 @@ def test_a_loop_over_micro_batches_is_that_over_batches(world: World, reduction:
     world(body)
 
 
-class TimeFirst(nn.Module):
+def time_first(net: Any, x: torch.Tensor) -> Any:
     """Its dropouts see a tensor whose first axis is not the outermost in memory, which a single sample does not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-        self.dropouts = nn.ModuleList([nn.Dropout(0.3), nn.Dropout(0.2)])
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = torch.tanh(self.first(x).transpose(0, 1))
-        for dropout in self.dropouts:
-            y = torch.tanh(dropout(y))
-        return self.last(y.mean(0))
+    y = torch.tanh(net.first(x).transpose(0, 1))
+    for dropout in net.dropouts:
+        y = torch.tanh(dropout(y))
+    return net.last(y.mean(0))
 
 
 @pytest.mark.threads_only
@@ -333,7 +326,9 @@ def test_single_samples_of_a_transposed_tensor_draw_as_in_the_batch(world: World
     @one_at_a_time
     def made() -> nn.Module:
         torch.manual_seed(1)
-        return TimeFirst().double()
+        return Written(
+            time_first, first=nn.Linear(4, 6), last=nn.Linear(6, 3), dropouts=nn.ModuleList([nn.Dropout(0.3), nn.Dropout(0.2)])
+        ).double()
 
     plain = made()
     torch.manual_seed(9)
