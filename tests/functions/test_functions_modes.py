@@ -2,11 +2,12 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from operations import OPERATIONS, Operation
 from torch.utils.checkpoint import checkpoint
 
 from tatami import functions
@@ -58,54 +59,27 @@ def test_gradient_penalty_across_ranks(world: World) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", ["allgather", "alltoall", "bcast", "gather", "scatter", "allreduce", "reduce_scatter"])
-def test_double_backward_of_collectives(world: World, name: str) -> None:
-    size = world.size
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_double_backward_of_collectives(comm: AbstractCommunicator, name: str) -> None:
+    (call, expected), ranks = OPERATIONS[name], range(comm.size)
 
-    def loss_of(outputs: list[torch.Tensor], rank: int) -> torch.Tensor:
-        return (torch.stack(outputs).pow(3) * (rank + 1)).sum() if outputs else torch.zeros((), dtype=torch.float64)
+    def loss_of(outputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+        return (torch.stack(list(outputs)).pow(3) * (rank + 1)).sum() if outputs else torch.zeros((), dtype=torch.float64)
 
-    def outputs_of(xs: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        whole = torch.stack(xs).sum(0)
-        return {
-            "allgather": lambda: xs,
-            "alltoall": lambda: [x[rank] for x in xs],
-            "bcast": lambda: [xs[0]],
-            "gather": lambda: xs if rank == 0 else [],
-            "scatter": lambda: [xs[0][rank]],
-            "allreduce": lambda: [whole],
-            "reduce_scatter": lambda: [whole[rank]],
-        }[name]()
+    def parts(x: torch.Tensor, _: int) -> list[torch.Tensor]:
+        return list(x)
 
-    def run(x: torch.Tensor, comm: AbstractCommunicator) -> list[torch.Tensor]:
-        if name == "gather":
-            parts = functions.gather(x, comm)
-            return list(parts) if comm.rank == 0 else []
-        if name == "scatter":
-            return [functions.scatter(list(x) if comm.rank == 0 else None, comm)]
-        if name in {"alltoall", "reduce_scatter"}:
-            result = getattr(functions, name)(list(x), comm)
-        else:
-            result = getattr(functions, name)(x, comm)
-        return list(result) if isinstance(result, tuple) else [result]
-
-    def start(rank: int) -> torch.Tensor:
-        return torch.linspace(0.1 + rank, 1.0 + rank, size, dtype=torch.float64).requires_grad_()
-
-    def body(comm: AbstractCommunicator) -> torch.Tensor | None:
-        x = start(comm.rank)
-        loss = loss_of(run(torch.sin(x), comm), comm.rank)
-        (slope,) = functions.grad(loss if loss.requires_grad else None, x, create_graph=True)
-        penalty = slope.pow(2).sum()
-        functions.backward(penalty if penalty.requires_grad else None)
-        return x.grad
-
-    xs = [start(rank) for rank in range(size)]
-    total = torch.stack([loss_of(outputs_of([torch.sin(x) for x in xs], rank), rank) for rank in range(size)]).sum()
+    xs = [torch.linspace(0.1 + rank, 1.0 + rank, comm.size, dtype=torch.float64).requires_grad_() for rank in ranks]
+    total = torch.stack([loss_of(expected([torch.sin(x) for x in xs], rank, 0, parts), rank) for rank in ranks]).sum()
     slopes = torch.autograd.grad(total, xs, create_graph=True, allow_unused=True)
     torch.stack([slope.pow(2).sum() for slope in slopes if slope is not None]).sum().backward()  # type: ignore[no-untyped-call]
-    for x, got in zip(xs, world(body), strict=True):
-        close(torch.zeros_like(x) if got is None else got, torch.zeros_like(x) if x.grad is None else x.grad)
+    x = xs[comm.rank].detach().clone().requires_grad_()
+    loss = loss_of(call(torch.sin(x), comm, 0, parts), comm.rank)
+    (slope,) = functions.grad(loss if loss.requires_grad else None, x, create_graph=True)
+    penalty = slope.pow(2).sum()
+    functions.backward(penalty if penalty.requires_grad else None)
+    wanted = xs[comm.rank].grad
+    close(torch.zeros_like(x) if x.grad is None else x.grad, torch.zeros_like(x) if wanted is None else wanted)
 
 
 def test_no_grad(comm: AbstractCommunicator) -> None:
@@ -279,20 +253,17 @@ def test_large_tensors_of_many_steps_keep_their_values(comm: AbstractCommunicato
 SIZES = {"small": 8, "large": 48 * 1024}
 """Elements of float64: memory of large tensors is lent, and large sums go in two steps."""
 
-CALLS: dict[str, Callable[[torch.Tensor, AbstractCommunicator], list[torch.Tensor]]] = {
-    "allgather": lambda x, comm: list(functions.allgather(x, comm)),
-    "alltoall": lambda x, comm: list(functions.alltoall([x] * comm.size, comm)),
-    "bcast": lambda x, comm: [functions.bcast(x, comm)],
-    "scatter": lambda x, comm: [functions.scatter([x] * comm.size, comm)],
+
+def with_one_tensor(operation: Operation) -> Callable[[torch.Tensor, AbstractCommunicator], Sequence[torch.Tensor]]:
+    """All parts are the same tensor."""
+    return lambda x, comm: operation.call(x, comm, 0, lambda x, size: [x] * size)
+
+
+CALLS: dict[str, Callable[[torch.Tensor, AbstractCommunicator], Sequence[torch.Tensor]]] = {
+    **{name: with_one_tensor(operation) for name, operation in OPERATIONS.items()},
+    # Delegates may be changed, too.
     "gather": lambda x, comm: list(functions.gather(x, comm)) if comm.rank == 0 else [functions.gather(x, comm)],
-    "allreduce": lambda x, comm: [functions.allreduce(x, comm)],
     "reduce": lambda x, comm: [functions.reduce(x, comm)],
-    "reduce_scatter": lambda x, comm: [functions.reduce_scatter([x] * comm.size, comm)],
-    "sendrecv": lambda x, comm: (
-        [functions.sendrecv(x, comm, dest=(comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)]
-        if comm.size > 1
-        else [x * 1]
-    ),
     "pseudo_connect": lambda x, comm: list(functions.pseudo_connect(functions.allreduce(x, comm), x, x)),
 }
 
