@@ -1,6 +1,7 @@
 """Every function on every number of ranks: values, and gradients against one process that holds all ranks' inputs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from operations import OPERATIONS, RAGGED, cut
 
 from tatami import functions
 from tatami.comm import AbstractCommunicator
-from tatami.testing.worlds import World
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -81,40 +81,29 @@ def test_large_sums_take_two_steps(comm: AbstractCommunicator) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_ring(world: World) -> None:
+def test_ring(comm: AbstractCommunicator) -> None:
     """ChainerMN's pipeline: a layer on each rank, and back to the first."""
-
-    def layers(size: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(3)
-        return [torch.randn(4, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(size)]
-
-    def body(comm: AbstractCommunicator) -> tuple[torch.Tensor | None, torch.Tensor]:
-        weight = layers(comm.size)[comm.rank]
-        following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        if comm.rank == 0:
-            x = torch.ones(2, 4, dtype=torch.float64)
-            functions.send(torch.tanh(x @ weight), comm, dest=following)
-            y = functions.recv(comm, source=preceding)
-            y.sum().backward()
-            assert weight.grad is not None
-            return weight.grad, y.detach()
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(4, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(comm.size)]
+    expected = torch.ones(2, 4, dtype=torch.float64)
+    for each in weights:
+        expected = torch.tanh(expected @ each)
+    expected.sum().backward()  # type: ignore[no-untyped-call]
+    weight = weights[comm.rank].detach().clone().requires_grad_()
+    following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank == 0:
+        functions.send(torch.tanh(torch.ones(2, 4, dtype=torch.float64) @ weight), comm, dest=following)
+        y = functions.recv(comm, source=preceding)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
+        y.sum().backward()
+    else:
         functions.send(torch.tanh(functions.recv(comm, source=preceding) @ weight), comm, dest=following)
         functions.backward()
-        return weight.grad, torch.zeros(())
-
-    weights = layers(world.size)
-    y = torch.ones(2, 4, dtype=torch.float64)
-    for weight in weights:
-        y = torch.tanh(y @ weight)
-    y.sum().backward()  # type: ignore[no-untyped-call]
-    results = world(body)
-    torch.testing.assert_close(results[0][1], y.detach(), rtol=0, atol=1e-10)
-    for weight, (grad, _) in zip(weights, results, strict=True):
-        torch.testing.assert_close(grad, weight.grad, rtol=0, atol=1e-10)
+    torch.testing.assert_close(weight.grad, weights[comm.rank].grad, rtol=0, atol=1e-10)
 
 
 @pytest.mark.ranks(2)
-def test_structures_travel(world: World) -> None:
+def test_structures_travel(comm: AbstractCommunicator) -> None:
     shared = torch.arange(3.0, dtype=torch.float64)
     value = {
         "pair": (shared, [torch.ones(2, 2, dtype=torch.float32), None]),
@@ -129,13 +118,10 @@ def test_structures_travel(world: World) -> None:
         "turned": torch.arange(6.0).view(2, 3).t(),
     }
 
-    def body(comm: AbstractCommunicator) -> object:
-        if comm.rank == 0:
-            functions.send(value, comm, dest=1)
-            return None
-        return functions.recv(comm, source=0)
-
-    got = world(body)[1]
+    if comm.rank == 0:
+        functions.send(value, comm, dest=1)
+        return
+    got: Any = functions.recv(comm, source=0)
     assert isinstance(got, dict)
     assert list(got) == list(value)
     assert got["pair"][1][1] is None
@@ -147,39 +133,29 @@ def test_structures_travel(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_gradients_of_a_structure(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> list[torch.Tensor | None]:
-        if comm.rank == 0:
-            a = torch.ones(2, dtype=torch.float64, requires_grad=True)
-            b = torch.ones(300, requires_grad=True)
-            unused = torch.ones(3, requires_grad=True)
-            functions.send({"a": a, "n": torch.tensor([4]), "rest": (b, unused, torch.ones(2))}, comm, dest=1)
-            functions.backward()
-            return [a.grad, b.grad, unused.grad]
-        got = functions.recv(comm, source=0)
-        assert [got["a"].requires_grad, got["n"].requires_grad, got["rest"][2].requires_grad] == [True, False, False]
-        ((got["a"] * got["n"]).sum() + (3 * got["rest"][0]).sum()).backward()
-        return []
-
-    a, b, unused = world(body)[0]
-    torch.testing.assert_close(a, torch.full((2,), 4.0, dtype=torch.float64))
-    torch.testing.assert_close(b, torch.full((300,), 3.0))
-    torch.testing.assert_close(unused, torch.zeros(3))
+def test_gradients_of_a_structure(comm: AbstractCommunicator) -> None:
+    if comm.rank == 0:
+        a = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        b = torch.ones(300, requires_grad=True)
+        unused = torch.ones(3, requires_grad=True)
+        functions.send({"a": a, "n": torch.tensor([4]), "rest": (b, unused, torch.ones(2))}, comm, dest=1)
+        functions.backward()
+        torch.testing.assert_close(a.grad, torch.full((2,), 4.0, dtype=torch.float64))
+        torch.testing.assert_close(b.grad, torch.full((300,), 3.0))
+        torch.testing.assert_close(unused.grad, torch.zeros(3))
+        return
+    got = functions.recv(comm, source=0)
+    assert [got["a"].requires_grad, got["n"].requires_grad, got["rest"][2].requires_grad] == [True, False, False]
+    ((got["a"] * got["n"]).sum() + (3 * got["rest"][0]).sum()).backward()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("num_values", [1, 90, 1000, 1024, 8000, 8192, 200_000])
-def test_all_sizes_cross(world: World, num_values: int) -> None:
+def test_all_sizes_cross(comm: AbstractCommunicator, num_values: int) -> None:
     """Both send first: nobody waits for the other to receive."""
-
-    def body(comm: AbstractCommunicator) -> float:
-        x = torch.full((num_values,), float(comm.rank + 1), requires_grad=True)
-        functions.send(x, comm, dest=1 - comm.rank)
-        y = functions.recv(comm, source=1 - comm.rank)
-        assert (y == 2 - comm.rank).all()
-        ((comm.rank + 1) * y).sum().backward()
-        assert x.grad is not None
-        assert (x.grad == 2 - comm.rank).all()
-        return float(x.grad.sum())
-
-    assert world(body) == [2.0 * num_values, 1.0 * num_values]
+    x = torch.full((num_values,), float(comm.rank + 1), requires_grad=True)
+    functions.send(x, comm, dest=1 - comm.rank)
+    y = functions.recv(comm, source=1 - comm.rank)
+    assert (y == 2 - comm.rank).all()
+    ((comm.rank + 1) * y).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0 - comm.rank), rtol=0, atol=0)
