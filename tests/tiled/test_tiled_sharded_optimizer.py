@@ -109,25 +109,27 @@ def test_what_is_tried_draws_nothing_from_the_run() -> None:
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_they_are_refused_by_the_trainer_and_in_a_loop(comm: AbstractCommunicator, by_hand: bool) -> None:
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", [ByNorm, torch.optim.LBFGS, torch.optim.Adafactor])
+def test_they_are_refused_by_the_trainer_and_in_a_loop(comm: AbstractCommunicator, kind: Any) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     model = tile(net, comm, batch_size=4, speeds="equal", reduction="mean", quiet=True)
-    if not by_hand:
-        with pytest.raises(ModelError, match="ByNorm does not work element by element"):
-            Trainer(model, optimizer=ByNorm, loss=nn.MSELoss())
-        return
-    own, taken = ByNorm(model.parameters()), Own(model.parameters())
+    told = f"{kind.__name__} does not work element by element"
+    with pytest.raises(ModelError, match=told):
+        Trainer(model, optimizer=kind, loss=nn.MSELoss())
+    own, taken = kind(model.parameters(), lr=0.1), Own(model.parameters())
     x, y = model.local(torch.ones(4, 3), torch.zeros(4, 2))
     torch.autograd.backward(nn.functional.mse_loss(model(x), y))
     before = [parameter.detach().clone() for parameter in model.parameters()]
+    step = own.step if kind is ByNorm else partial(own.step, lambda: torch.tensor(1.0))
     for _ in range(2):
-        with pytest.raises(ModelError, match="ByNorm does not work element by element"):
-            own.step()
+        with pytest.raises(ModelError, match=told):
+            step()
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     taken.step()
     assert not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    if kind is not ByNorm:  # of what is not tiled
+        kind([nn.Parameter(torch.ones(2, 2))], lr=0.1).step(lambda: torch.tensor(1.0))
 
 
 SPEEDS = [1.0, 3.0, 0.0625, 2.0]

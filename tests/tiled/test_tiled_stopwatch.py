@@ -18,7 +18,7 @@ from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica, Span
 from tatami.train import IterationPhase, Phases, PhaseTimes, Retiling, measure_speed, measure_speeds, tile
 from tatami.workload import Workload
-from tiled_rig import simple_layout, some_layouts
+from tiled_rig import some_layouts
 
 
 class Paced:
@@ -231,11 +231,6 @@ def test_rows_are_packed_and_found_again(sizes: list[tuple[int, int, int, list[i
             start = before * rows.units + span.start * inner
             assert torch.equal(piece, rows.tensor.narrow(rows.runs.axis, start, span.size * inner))
             before += inner
-
-
-def test_layouts_of_the_rig_cover_all_kinds() -> None:
-    assert [len(layout.replicas) for layout in some_layouts(3)] == [1, 3, 1, 2]
-    assert simple_layout([0], [1]).replicas[0].width == 0.5
 
 
 class _Slow(AbstractRequest):

@@ -17,7 +17,7 @@ from drawing import one_at_a_time
 from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.datasets import Dataset, load
-from tatami.errors import InputError, ModelError, OutputExistsError
+from tatami.errors import InputError, OutputExistsError
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
@@ -240,15 +240,6 @@ def test_losses_that_the_parts_do_not_make_up_are_refused(comm: AbstractCommunic
             Trainer(model, optimizer=SGD, loss=loss)
     Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(weight=weight, reduction="sum"))
     Trainer(model, optimizer=SGD, loss=nn.BCEWithLogitsLoss(pos_weight=weight))
-
-
-@pytest.mark.ranks(1, 2)
-def test_optimizers_that_look_at_whole_weights_are_refused(comm: AbstractCommunicator) -> None:
-    built = network()
-    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-    for optimizer in (torch.optim.LBFGS, torch.optim.Adafactor):
-        with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
-            Trainer(model, optimizer=optimizer, loss=nn.MSELoss())
 
 
 @pytest.mark.ranks(1)
