@@ -269,9 +269,8 @@ def test_without_vega_the_pip_command_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_the_trainer_writes_its_page(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("page")
-    path: Path = comm.bcast_object(folder) / "run.html"
+def test_the_trainer_writes_its_page(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
     model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
     records = Records()
     trainer = Trainer(
@@ -330,9 +329,8 @@ def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_run_that_fails_leaves_its_page(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("page")
-    path: Path = comm.bcast_object(folder) / "run.html"
+def test_a_run_that_fails_leaves_its_page(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
     model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
     make = partial(Trainer, model, optimizer=SGD, loss=nn.MSELoss(), rescue_dir=path.parent)
     data = torch.full((16, 4), float("nan")), torch.zeros(16, 2)

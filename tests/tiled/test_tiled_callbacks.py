@@ -109,12 +109,10 @@ def test_a_callback_on_any_rank_stops_all(comm: AbstractCommunicator) -> None:
     assert (len(history.losses), history.stopped) == (3, "callback")
 
 
-def test_early_stopping_is_wired_in_and_resumed(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("stopping")
-    place: Path = comm.bcast_object(folder)
+def test_early_stopping_is_wired_in_and_resumed(comm: AbstractCommunicator, tmp_path: Path) -> None:
     for monitor, mode in (("loss", "max"), ("train_loss", "max")):
         stopping = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
-        checkpoint = ModelCheckpoint(dirpath=place / monitor)
+        checkpoint = ModelCheckpoint(dirpath=tmp_path / monitor)
         trainer = trainer_of(comm, callbacks=[stopping], checkpoint=checkpoint)
         history = trainer.fit(inputs(), batch_size=SAMPLES, epochs=9, validation=inputs())
         assert (len(history.losses), history.stopped) == (3, "callback")
@@ -188,13 +186,11 @@ def test_a_limit_of_time_is_that_of_rank_0(world: World, max_time: Any) -> None:
     assert len(set(found)) == 1
 
 
-def test_checkpoints_by_time(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("time")
-    place: Path = comm.bcast_object(folder)
-    checkpoint = ModelCheckpoint(dirpath=place, train_time_interval="10 s", keep=9)
+def test_checkpoints_by_time(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, train_time_interval="10 s", keep=9)
     trainer_of(comm, clock=Ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
     comm.barrier()
-    assert 3 <= len(list(place.iterdir())) < 9
+    assert 3 <= len(list(tmp_path.iterdir())) < 9
 
 
 @pytest.mark.ranks(1, 3)

@@ -76,32 +76,30 @@ class Relaid:
 )
 def test_the_state_that_is_put_back(
     comm: AbstractCommunicator,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
     batch_size: int,
     relaid_after: int | None,
     kept: int,
     sharded: bool,
 ) -> None:
     assert BAD > FIRST + MOST_APART
-    built, expected, folder = network(), plain_after(kept, batch_size), tmp_path_factory.mktemp("rescued")
-    place: Path = comm.bcast_object(folder)
+    built, expected = network(), plain_after(kept, batch_size)
     layout = some_layouts(comm.size)[1 if sharded and comm.size > 1 else -1]
     model = tiled(built, comm, layout=layout, batch_size=batch_size, sharded_optimizer=sharded)
     callbacks = [] if relaid_after is None else [Relaid(relaid_after)]
-    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place, callbacks=callbacks)
+    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path, callbacks=callbacks)
     with pytest.raises(NotFiniteError, match=f"in iteration {BAD}; .* that was kept, after iteration {kept}, "):
         trainer.fit(poisoned(batch_size), batch_size=batch_size, epochs=1, shuffle=False)
-    assert_close(load_file(place / f"last-good-{kept:06d}.safetensors"), expected, what="saved")
+    assert_close(load_file(tmp_path / f"last-good-{kept:06d}.safetensors"), expected, what="saved")
     assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
 
 
-def test_a_run_begins_with_a_state_of_its_own(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_begins_with_a_state_of_its_own(comm: AbstractCommunicator, tmp_path: Path) -> None:
     """Other weights were loaded between two runs: those of the first are not what the second goes back to."""
-    built, folder = network(), tmp_path_factory.mktemp("rescued")
+    built = network()
     x, y = poisoned(FEW)
-    place: Path = comm.bcast_object(folder)
     model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=FEW)
-    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place)
+    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path)
     trainer.fit((x[: 15 * FEW], y[: 15 * FEW]), batch_size=FEW, epochs=1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -112,15 +110,14 @@ def test_a_run_begins_with_a_state_of_its_own(comm: AbstractCommunicator, tmp_pa
 
 
 @pytest.mark.ranks(2)
-def test_split_buffers_move_along_in_a_re_tiling(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_split_buffers_move_along_in_a_re_tiling(comm: AbstractCommunicator, tmp_path: Path) -> None:
     """Of a batch normalization between two convolutions, each rank of a replica has the statistics of its channels."""
     case = CASES["mobile"]
-    built, folder = build(case), tmp_path_factory.mktemp("rescued")
+    built = build(case)
     sample = case.draw(4, torch.Generator().manual_seed(0))
-    place: Path = comm.bcast_object(folder)
     layouts = some_layouts(comm.size)
     model = tile(built, comm, batch_size=4, sample=sample, speeds="equal", layout=layouts[0], reduction="mean", quiet=True)
-    good = GoodState(model, folder=place)
+    good = GoodState(model, folder=tmp_path)
     good.keep(3)
     for layout in layouts[1:]:
         with torch.no_grad():
@@ -134,15 +131,12 @@ def test_split_buffers_move_along_in_a_re_tiling(comm: AbstractCommunicator, tmp
 
 
 @pytest.mark.ranks(1, 2)
-def test_frozen_weights_are_not_copied_until_they_are_trained(
-    comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_frozen_weights_are_not_copied_until_they_are_trained(comm: AbstractCommunicator, tmp_path: Path) -> None:
     """Under LoRA a copy of them would be as large as the network, and no update changes them."""
-    built, folder = network(), tmp_path_factory.mktemp("rescued")
+    built = network()
     built.get_submodule("0").requires_grad_(False)
-    place: Path = comm.bcast_object(folder)
     model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=MANY)
-    good = GoodState(model, folder=place)
+    good = GoodState(model, folder=tmp_path)
     good.keep(1)
     assert [each.requires_grad for each in good.companions()] == [True, True]
     move(model, some_layouts(comm.size)[-1], optimizer=None, companions=good.companions())

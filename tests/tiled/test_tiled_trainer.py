@@ -270,8 +270,7 @@ def test_data_that_can_not_be(comm: AbstractCommunicator) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("records")
+def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tmp_path: Path) -> None:
     losses, _ = fitted(batch_size=SAMPLES, epochs=4, seed=None)
     built = network()
 
@@ -288,7 +287,7 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
         def finish(self) -> None:
             self.events.append("finish")
 
-    path: Path = comm.bcast_object(folder) / "run.jsonl"
+    path = tmp_path / "run.jsonl"
     progress = Told()
     with Records(path if comm.rank == 0 else None) as records:
         model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
@@ -322,7 +321,7 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
         assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
         with pytest.raises(InputError, match="/dev/full is a device"):
             Records(Path("/dev/full"), force=True)
-        with pytest.raises(InputError, match=r"run\.jsonl is a file, but a folder is needed"):
+        with pytest.raises(InputError, match=r"run\.jsonl is a file, but a tmp_path is needed"):
             Records(tensorboard=path, force=True)
     else:
         assert progress.events == []

@@ -52,17 +52,11 @@ class Network(nn.Module):
         return self.tied(self.last(self.two(self.one(x))))
 
 
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights")
-
-
-def test_tiled_to_plain_to_any_other_tiling(comm: AbstractCommunicator, folder: Path) -> None:
+def test_tiled_to_plain_to_any_other_tiling(comm: AbstractCommunicator, tmp_path: Path) -> None:
     built, other = Network(0), Network(1)
     assert not torch.equal(built.last.weight, other.last.weight)
-    place: Path = comm.bcast_object(folder)
     for index, layout in enumerate(some_layouts(comm.size)):
-        path = place / "deep" / f"{index}.safetensors"
+        path = tmp_path / "deep" / f"{index}.safetensors"
         model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
         save_model(model, path)
         saved = load_file(path)
@@ -93,13 +87,13 @@ def test_tiled_to_plain_to_any_other_tiling(comm: AbstractCommunicator, folder: 
     ],
 )
 def test_weights_of_a_dtype_that_would_become_other_numbers_are_refused_by_name(
-    comm: AbstractCommunicator, folder: Path, name: str, dtype: torch.dtype
+    comm: AbstractCommunicator, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
     built = Network(0)
     state = {key: value.clone() for key, value in Network(1).state_dict().items()}
     wanted = state[name].dtype
     said = f"{name} is {dtype}, this network needs {wanted}"
-    path = Path(comm.bcast_object(folder)) / "other.safetensors"
+    path = tmp_path / "other.safetensors"
     if comm.rank == 0:
         save_file(state | {name: state[name].to(dtype)}, path)
     comm.barrier()
@@ -113,9 +107,9 @@ def test_weights_of_a_dtype_that_would_become_other_numbers_are_refused_by_name(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_floating_point_numbers_become_each_other(comm: AbstractCommunicator, folder: Path, dtype: torch.dtype) -> None:
+def test_floating_point_numbers_become_each_other(comm: AbstractCommunicator, tmp_path: Path, dtype: torch.dtype) -> None:
     state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in Network(1).state_dict().items()}
-    path = Path(comm.bcast_object(folder)) / "other.safetensors"
+    path = tmp_path / "other.safetensors"
     if comm.rank == 0:
         save_file({name: value.clone() for name, value in state.items()}, path)
     comm.barrier()
@@ -157,7 +151,7 @@ def test_weights_are_never_nowhere(world: World, folder: Path, monkeypatch: pyte
 
 
 def test_where_nothing_can_be_written_all_ranks_hear_of_it(
-    comm: AbstractCommunicator, folder: Path, monkeypatch: pytest.MonkeyPatch
+    comm: AbstractCommunicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = Network(0)
 
@@ -165,10 +159,9 @@ def test_where_nothing_can_be_written_all_ranks_hear_of_it(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tensors, "write_tensors", full)
-    place: Path = comm.bcast_object(folder)
     model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
     with pytest.raises(OSError, match=r"nothing could be saved, neither there nor .* No space left on device"):
-        save_model(model, place / "w.safetensors")
+        save_model(model, tmp_path / "w.safetensors")
 
 
 def test_rank_0_has_the_whole_network_as_a_plain_one(comm: AbstractCommunicator) -> None:
@@ -211,7 +204,7 @@ def test_evaluation_on_one_rank_names_the_ranks_that_are_missing_and_the_way() -
     run_threads(body, size=3, timeout_s=3)
 
 
-def test_weights_of_another_network_change_nothing(comm: AbstractCommunicator, folder: Path) -> None:
+def test_weights_of_another_network_change_nothing(comm: AbstractCommunicator, tmp_path: Path) -> None:
     built = Network(0)
     wrong = built.state_dict() | {"one.0.weight": torch.zeros(9, 4), "surplus": torch.zeros(2)}
     del wrong["two.2.bias"]
@@ -220,16 +213,15 @@ def test_weights_of_another_network_change_nothing(comm: AbstractCommunicator, f
         "absent": "No such file",
         "damaged": "cannot be read as safetensors",
     }
-    place: Path = comm.bcast_object(folder)
     if comm.rank == 0:
-        save_file({name: value.clone() for name, value in wrong.items()}, place / "wrong")
-        (place / "damaged").write_bytes(b"not a safetensors file at all")
+        save_file({name: value.clone() for name, value in wrong.items()}, tmp_path / "wrong")
+        (tmp_path / "damaged").write_bytes(b"not a safetensors file at all")
     comm.barrier()
     model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
     for name, match in files.items():
         with pytest.raises(CheckpointError, match=match) as caught:
-            load_model(model, place / name)
-        assert str(place / name) in str(caught.value)
+            load_model(model, tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
     with pytest.raises(CheckpointError) as caught:
         load_whole_state_dict(model, wrong if comm.rank == 0 else None)
     assert "two.2.bias is missing" in str(caught.value)
@@ -255,18 +247,17 @@ def plain_after(steps: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("retiled_after", [None, 1, 2])
 def test_the_last_good_state_is_saved_before_the_error(
-    comm: AbstractCommunicator, folder: Path, retiled_after: int | None, monkeypatch: pytest.MonkeyPatch
+    comm: AbstractCommunicator, tmp_path: Path, retiled_after: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of iteration 2 was finite, so the parameters that it was computed with, those after iteration 1, are good."""
     built = Network(0)
     expected = plain_after(1)
     if retiled_after:
         monkeypatch.setattr(Controller, "observe", partial(_retile_once, retiled_after, simple_layout(list(range(comm.size)))))
-    place: Path = comm.bcast_object(folder)
     layouts = some_layouts(comm.size)
     model = tiled(built, comm, layout=layouts[-1], batch_size=4)
     trainer = Trainer(
-        model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place, retile=Retiler(every=1) if retiled_after else None
+        model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path, retile=Retiler(every=1) if retiled_after else None
     )
     with pytest.raises(NotFiniteError) as caught:
         trainer.fit(poisoned(), batch_size=4, epochs=2, shuffle=False)
@@ -274,7 +265,7 @@ def test_the_last_good_state_is_saved_before_the_error(
     holder = next(tile for tile in tiling.tiles if tile.samples.start <= 1 < tile.samples.stop)
     replica = [int(tile.processor[1:]) for tile in tiling.replicas[holder.replica]]
     assert (caught.value.rank, caught.value.iteration) == (min(replica), 3)
-    path = place / "last-good-000001.safetensors"
+    path = tmp_path / "last-good-000001.safetensors"
     assert f"the loss is nan on rank {min(replica)} of {comm.size}" in str(caught.value)
     assert f"after iteration 1, is in {path} and in the model" in str(caught.value)
     assert_close(load_file(path), expected, what="saved")
@@ -296,32 +287,30 @@ def _retile_once(after: int, layout: Any, iteration: int, timings: Any) -> Decis
     )
 
 
-def test_a_loss_that_is_bad_from_the_start_says_that_nothing_could_be_saved(comm: AbstractCommunicator, folder: Path) -> None:
+def test_a_loss_that_is_bad_from_the_start_says_that_nothing_could_be_saved(comm: AbstractCommunicator, tmp_path: Path) -> None:
     built = Network(0)
-    place: Path = comm.bcast_object(folder)
     x, y = poisoned()
     trainer = Trainer(
         tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES),
         optimizer=ADAM,
         loss=nn.MSELoss(),
-        rescue_dir=place,
+        rescue_dir=tmp_path,
     )
     with pytest.raises(NotFiniteError, match=r"in iteration 1; there was no good state yet to save.*gradient_clip_val"):
         trainer.fit((x, y), batch_size=SAMPLES, epochs=1)
-    assert list(place.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_an_earlier_run_rescued_is_not_written_over(comm: AbstractCommunicator, folder: Path) -> None:
+def test_what_an_earlier_run_rescued_is_not_written_over(comm: AbstractCommunicator, tmp_path: Path) -> None:
     built = Network(0)
     plain_after_1 = plain_after(1)
-    place: Path = comm.bcast_object(folder)
-    earlier = place / "last-good-000001.safetensors"
+    earlier = tmp_path / "last-good-000001.safetensors"
     if comm.rank == 0:
         earlier.write_bytes(b"of an earlier run")
     comm.barrier()
     model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=4)
-    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place)
+    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path)
     with pytest.raises(NotFiniteError, match=r"is in \S*last-good-000001-1\.safetensors and in the model"):
         trainer.fit(poisoned(), batch_size=4, epochs=2, shuffle=False)
     assert earlier.read_bytes() == b"of an earlier run"
-    assert_close(load_file(place / "last-good-000001-1.safetensors"), plain_after_1, what="saved")
+    assert_close(load_file(tmp_path / "last-good-000001-1.safetensors"), plain_after_1, what="saved")
