@@ -1,5 +1,6 @@
 """Which state is put back where a loss stops being finite, and that keeping it costs a step next to nothing."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from tatami.comm import AbstractCommunicator, init
 from tatami.errors import NotFiniteError
+from tatami.retiling import Controller, Decision, DecisionKind, Retiler
 from tatami.state.good_state import FIRST, MOST_APART, GoodState
 from tatami.train import Trainer, move, tile, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
@@ -35,10 +37,10 @@ def network() -> nn.Module:
     return model
 
 
-def poisoned(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def poisoned(batch_size: int, *, bad: int = BAD) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BAD * batch_size, 4, generator=generator, dtype=torch.float64)
-    y = torch.rand(BAD * batch_size, 5, generator=generator, dtype=torch.float64)
+    x = torch.randn(bad * batch_size, 4, generator=generator, dtype=torch.float64)
+    y = torch.rand(bad * batch_size, 5, generator=generator, dtype=torch.float64)
     x[-1] = float("nan")
     return x, y
 
@@ -47,8 +49,8 @@ def mse(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def plain_after(steps: int, batch_size: int) -> dict[str, torch.Tensor]:
-    x, y = poisoned(batch_size)
+def plain_after(steps: int, batch_size: int, *, bad: int = BAD) -> dict[str, torch.Tensor]:
+    x, y = poisoned(batch_size, bad=bad)
     batches = in_batches(batch_size, x, y)[:steps]
     return plain_fit(network(), batches, loss=mse, optimizer=ADAM)[1]
 
@@ -202,3 +204,77 @@ def _nodes(output: torch.Tensor) -> list[str]:
             found.append(node.name())
             todo += [each for each, _ in node.next_functions]
     return sorted(found)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("retiled_after", [None, 1, 2])
+def test_the_last_good_state_is_saved_before_the_error(
+    comm: AbstractCommunicator, tmp_path: Path, retiled_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of iteration 2 was finite, so the parameters that it was computed with, those after iteration 1, are good."""
+    built = network()
+    expected = plain_after(1, FEW, bad=3)
+    if retiled_after:
+        monkeypatch.setattr(Controller, "observe", partial(_retile_once, retiled_after, simple_layout(list(range(comm.size)))))
+    layouts = some_layouts(comm.size)
+    model = tiled(built, comm, layout=layouts[-1], batch_size=FEW)
+    trainer = Trainer(
+        model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path, retile=Retiler(every=1) if retiled_after else None
+    )
+    with pytest.raises(NotFiniteError) as caught:
+        trainer.fit(poisoned(FEW, bad=3), batch_size=FEW, epochs=2, shuffle=False)
+    tiling = model.layout.cut(samples=FEW, units=7)
+    holder = next(tile for tile in tiling.tiles if tile.samples.start <= FEW - 1 < tile.samples.stop)
+    replica = [int(tile.processor[1:]) for tile in tiling.replicas[holder.replica]]
+    assert (caught.value.rank, caught.value.iteration) == (min(replica), 3)
+    path = tmp_path / "last-good-000001.safetensors"
+    assert f"the loss is nan on rank {min(replica)} of {comm.size}" in str(caught.value)
+    assert f"after iteration 1, is in {path} and in the model" in str(caught.value)
+    assert_close(load_file(path), expected, what="saved")
+    assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
+
+
+def _retile_once(after: int, layout: Any, iteration: int, timings: Any) -> Decision:
+    """A controller that lays the tiles anew after one iteration."""
+    return Decision(
+        kind=DecisionKind.WHOLE if iteration == after else DecisionKind.KEEP,
+        check=iteration,
+        iteration=iteration,
+        layout=layout,
+        tiling=layout.cut(samples=FEW, units=7),
+        speeds={},
+        ratio=None,
+        predicted=1.0,
+        reason=f"the test says so ({len(list(timings))} timings)",
+    )
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_loss_that_is_bad_from_the_start_says_that_nothing_could_be_saved(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    built = network()
+    x, y = poisoned(FEW, bad=3)
+    trainer = Trainer(
+        tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=3 * FEW),
+        optimizer=ADAM,
+        loss=nn.MSELoss(),
+        rescue_dir=tmp_path,
+    )
+    with pytest.raises(NotFiniteError, match=r"in iteration 1; there was no good state yet to save.*gradient_clip_val"):
+        trainer.fit((x, y), batch_size=3 * FEW, epochs=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_what_an_earlier_run_rescued_is_not_written_over(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    built = network()
+    plain_after_1 = plain_after(1, FEW, bad=3)
+    earlier = tmp_path / "last-good-000001.safetensors"
+    if comm.rank == 0:
+        earlier.write_bytes(b"of an earlier run")
+    comm.barrier()
+    model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=FEW)
+    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path)
+    with pytest.raises(NotFiniteError, match=r"is in \S*last-good-000001-1\.safetensors and in the model"):
+        trainer.fit(poisoned(FEW, bad=3), batch_size=FEW, epochs=2, shuffle=False)
+    assert earlier.read_bytes() == b"of an earlier run"
+    assert_close(load_file(tmp_path / "last-good-000001-1.safetensors"), plain_after_1, what="saved")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_runs import in_batches, plain_fit
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,11 +19,10 @@ import tatami
 from drawing import one_at_a_time
 from tatami.checkpoints import tensors
 from tatami.comm import AbstractCommunicator, run_threads
-from tatami.errors import CheckpointError, CommTimeoutError, ModelError, NotFiniteError, OutputExistsError
-from tatami.retiling import Controller, Decision, DecisionKind, Retiler
+from tatami.errors import CheckpointError, CommTimeoutError, ModelError, OutputExistsError
 from tatami.testing.worlds import World
 from tatami.train import Trainer, check_weights, load_model, load_whole_state_dict, save_model, whole_state_dict
-from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
+from tiled_rig import optimizers, simple_layout, some_layouts, tiled
 
 SAMPLES = 12
 ADAM = optimizers(torch.float64)["adam"]
@@ -228,89 +226,3 @@ def test_weights_of_another_network_change_nothing(comm: AbstractCommunicator, t
     assert "surplus (2,) is not known here" in str(caught.value)
     whole = comm.bcast_object(whole_state_dict(model))
     assert all(torch.equal(whole[name], value) for name, value in built.state_dict().items())
-
-
-def poisoned() -> tuple[torch.Tensor, torch.Tensor]:
-    """Three batches of four; the second sample of the third is NaN."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
-    y = torch.rand(SAMPLES, 5, generator=generator, dtype=torch.float64)
-    x[9] = float("nan")
-    return x, y
-
-
-def plain_after(steps: int) -> dict[str, torch.Tensor]:
-    x, y = poisoned()
-    batches = in_batches(4, x, y)[:steps]
-    return plain_fit(Network(0), batches, loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), optimizer=ADAM)[1]
-
-
-@pytest.mark.parametrize("retiled_after", [None, 1, 2])
-def test_the_last_good_state_is_saved_before_the_error(
-    comm: AbstractCommunicator, tmp_path: Path, retiled_after: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss of iteration 2 was finite, so the parameters that it was computed with, those after iteration 1, are good."""
-    built = Network(0)
-    expected = plain_after(1)
-    if retiled_after:
-        monkeypatch.setattr(Controller, "observe", partial(_retile_once, retiled_after, simple_layout(list(range(comm.size)))))
-    layouts = some_layouts(comm.size)
-    model = tiled(built, comm, layout=layouts[-1], batch_size=4)
-    trainer = Trainer(
-        model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path, retile=Retiler(every=1) if retiled_after else None
-    )
-    with pytest.raises(NotFiniteError) as caught:
-        trainer.fit(poisoned(), batch_size=4, epochs=2, shuffle=False)
-    tiling = model.layout.cut(samples=4, units=7)
-    holder = next(tile for tile in tiling.tiles if tile.samples.start <= 1 < tile.samples.stop)
-    replica = [int(tile.processor[1:]) for tile in tiling.replicas[holder.replica]]
-    assert (caught.value.rank, caught.value.iteration) == (min(replica), 3)
-    path = tmp_path / "last-good-000001.safetensors"
-    assert f"the loss is nan on rank {min(replica)} of {comm.size}" in str(caught.value)
-    assert f"after iteration 1, is in {path} and in the model" in str(caught.value)
-    assert_close(load_file(path), expected, what="saved")
-    assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
-
-
-def _retile_once(after: int, layout: Any, iteration: int, timings: Any) -> Decision:
-    """A controller that lays the tiles anew after one iteration."""
-    return Decision(
-        kind=DecisionKind.WHOLE if iteration == after else DecisionKind.KEEP,
-        check=iteration,
-        iteration=iteration,
-        layout=layout,
-        tiling=layout.cut(samples=4, units=7),
-        speeds={},
-        ratio=None,
-        predicted=1.0,
-        reason=f"the test says so ({len(list(timings))} timings)",
-    )
-
-
-def test_a_loss_that_is_bad_from_the_start_says_that_nothing_could_be_saved(comm: AbstractCommunicator, tmp_path: Path) -> None:
-    built = Network(0)
-    x, y = poisoned()
-    trainer = Trainer(
-        tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES),
-        optimizer=ADAM,
-        loss=nn.MSELoss(),
-        rescue_dir=tmp_path,
-    )
-    with pytest.raises(NotFiniteError, match=r"in iteration 1; there was no good state yet to save.*gradient_clip_val"):
-        trainer.fit((x, y), batch_size=SAMPLES, epochs=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_an_earlier_run_rescued_is_not_written_over(comm: AbstractCommunicator, tmp_path: Path) -> None:
-    built = Network(0)
-    plain_after_1 = plain_after(1)
-    earlier = tmp_path / "last-good-000001.safetensors"
-    if comm.rank == 0:
-        earlier.write_bytes(b"of an earlier run")
-    comm.barrier()
-    model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=4)
-    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=tmp_path)
-    with pytest.raises(NotFiniteError, match=r"is in \S*last-good-000001-1\.safetensors and in the model"):
-        trainer.fit(poisoned(), batch_size=4, epochs=2, shuffle=False)
-    assert earlier.read_bytes() == b"of an earlier run"
-    assert_close(load_file(tmp_path / "last-good-000001-1.safetensors"), plain_after_1, what="saved")
