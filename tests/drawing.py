@@ -34,7 +34,7 @@ def mlp(*widths: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.S
 
 
 class Written(nn.Module):
-    """Layers, buffers and settings by name, and a forward pass that is given: a function of the network and its inputs."""
+    """Layers, buffers and settings by name, and a forward pass that is given: a function of the network and its input."""
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -45,5 +45,5 @@ class Written(nn.Module):
             else:
                 setattr(self, name, part)
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.written[0](self, *inputs, **named)
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.written[0](self, x)

@@ -10,7 +10,6 @@ from networks import CASES, GPT, Fused
 from torch import nn
 
 import tatami
-from drawing import Written
 from tatami.comm.threads import run_threads
 from tatami.model.describing import Description, describe, ranges
 from tatami.train import find_blocks, workload_of
@@ -149,11 +148,16 @@ def test_names_are_said_once() -> None:
 def test_the_line_that_puts_features_together_is_named() -> None:
     """A skip connection: what a layer gives is only a part of what the next one takes."""
 
-    def skipping(net: Any, x: torch.Tensor) -> Any:
-        both = torch.cat((torch.relu(net.a(x)), torch.tanh(net.b(x))), dim=-1)
-        return net.out(both)
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(16, 3)
 
-    model = Written(skipping, a=nn.Linear(6, 8), b=nn.Linear(6, 8), out=nn.Linear(16, 3))
+        def forward(self, x: torch.Tensor) -> Any:
+            both = torch.cat((torch.relu(self.a(x)), torch.tanh(self.b(x))), dim=-1)
+            return self.out(both)
+
+    model = Skipping()
     found = find_blocks(model, sample=torch.randn(4, 6))
     assert not found.blocks
     assert found.stops.keys() == {"a.weight", "b.weight"}

@@ -18,7 +18,7 @@ from equal_runs import check_fit, in_batches, plain_fit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drawing import Written, one_at_a_time
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import DataParallel, MultiNodeOptimizer
@@ -46,9 +46,15 @@ class Net(nn.Module):
         return self.second(self.middle(self.first(x)))
 
 
-def cell(net: Any, x: torch.Tensor, state: torch.Tensor) -> Any:
+class Cell(nn.Module):
     """One step of a recurrent network: two inputs, of which one is the output of the step before."""
-    return torch.tanh(net.pair(torch.cat((x, state), 1)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> Any:
+        return torch.tanh(self.pair(torch.cat((x, state), 1)))
 
 
 class Checkpointed(Net):
@@ -266,9 +272,7 @@ CASES = {
     ),
     "chained": Case(iterate=chained, build=lambda: [Net(), Net()]),
     "twice": Case(iterate=twice),
-    "stepped": Case(
-        iterate=stepped, build=lambda: [Written(cell, pair=nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)))]
-    ),
+    "stepped": Case(iterate=stepped, build=lambda: [Cell()]),
     "distilled": Case(iterate=distilled),
     "activations alone": Case(iterate=activations_alone),
     "squares of weights": Case(iterate=squares),

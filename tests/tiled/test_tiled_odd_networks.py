@@ -516,11 +516,16 @@ def test_a_bilinear_layer_may_be_frozen_inside_of_a_split_module(world: World) -
 
 
 def test_the_line_that_keeps_weights_whole_is_named() -> None:
-    def sorting(net: Any, x: torch.Tensor) -> Any:
-        h = torch.relu(net.a(x)).sort(-1).values
-        return net.b(h)
+    class Sorting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
 
-    model = nn.Sequential(Written(sorting, a=nn.Linear(6, 8), b=nn.Linear(8, 3)))
+        def forward(self, x: torch.Tensor) -> Any:
+            h = torch.relu(self.a(x)).sort(-1).values
+            return self.b(h)
+
+    model = nn.Sequential(Sorting())
     found = find_blocks(model, sample=torch.randn(4, 6))
     assert found.stops["0.a.weight"].endswith("`h = torch.relu(self.a(x)).sort(-1).values`")
     text = describe(model, found, workload=workload_of(model, found, samples=8)).text(width=120)

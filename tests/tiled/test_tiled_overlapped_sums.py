@@ -13,7 +13,6 @@ import tatami.runtime.overlapped_sums
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, TrainingError
 from tatami.gradients import buckets
-from tatami.testing.worlds import World
 from tatami.tiling import Layout
 from tatami.train import TiledModel, move, tile
 from tatami.workload import WIRES
@@ -114,32 +113,20 @@ def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     assert_close(found, expected(), what="weights")
 
 
-def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        network = perceptron()
-        model = tile(network, comm, batch_size=SAMPLES, layout=flat(comm.size), speeds="equal", reduction="mean", quiet=True)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        are_used = []
-        for step in range(9):
-            if step in (3, 6):
-                move(model, simple_layout(range(comm.size)) if step == 3 else flat(comm.size), optimizer=optimizer)
-            x, y = model.local(*batch(step))
-            optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            are_used.append(model._overlapped is not None and model._overlapped._buckets is not None)
-        assert are_used[:3] == are_used[6:] == [True] * 3
-        return model.module.state_dict()
-
-    plain = perceptron()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(comm: AbstractCommunicator) -> None:
+    model = tile(perceptron(), comm, batch_size=SAMPLES, layout=flat(comm.size), speeds="equal", reduction="mean", quiet=True)
+    plain, are_used = perceptron(), []
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
     for step in range(9):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
-        optimizer.step()
-    for found in world(body):
-        assert_close(found, plain.state_dict(), what="weights")
+        if step in (3, 6):
+            move(model, simple_layout(range(comm.size)) if step == 3 else flat(comm.size), optimizer=optimizers[0])
+        for each, optimizer, (x, y) in zip((model, plain), optimizers, (model.local(*batch(step)), batch(step)), strict=True):
+            optimizer.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(each(x), y))
+            optimizer.step()
+        are_used.append(model._overlapped is not None and model._overlapped._buckets is not None)
+    assert are_used[:3] == are_used[6:] == [True] * 3
+    assert_close(model.module.state_dict(), plain.state_dict(), what="weights")
 
 
 @pytest.mark.parametrize("passes", [0, 1, 2])

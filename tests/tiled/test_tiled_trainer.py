@@ -321,7 +321,7 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
         assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
         with pytest.raises(InputError, match="/dev/full is a device"):
             Records(Path("/dev/full"), force=True)
-        with pytest.raises(InputError, match=r"run\.jsonl is a file, but a tmp_path is needed"):
+        with pytest.raises(InputError, match=r"run\.jsonl is a file, but a folder is needed"):
             Records(tensorboard=path, force=True)
     else:
         assert progress.events == []
