@@ -18,9 +18,10 @@ def ragged(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tenso
     return torch.randint(-4, 5, shape, generator=generator).to(dtype).requires_grad_()
 
 
-def test_gather_on_rank_0_and_backward_from_the_delegate(comm: AbstractCommunicator) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gather_on_rank_0_and_backward_from_the_delegate(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
     """As the reference does it: a rank other than the root runs backward on what gather returned."""
-    x = ragged(comm.rank, torch.float32, (comm.rank + 1, comm.rank + 1))
+    x = ragged(comm.rank, dtype, (comm.rank + 1, comm.rank + 1))
     got: Any = functions.gather(x, comm)
     total = torch.stack([(rank + 1) * each.sum() for rank, each in enumerate(got)]).sum() if comm.rank == 0 else got
     total.backward()
