@@ -5,6 +5,7 @@ Properties draw the same examples in every run, and have no deadline: machines a
 
 import os
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,8 +48,14 @@ def _is_left_to_mpiexec(item: pytest.Item, size: int) -> bool:
 
 @pytest.fixture
 def comm(world: Any) -> Any:
-    """A test that asks for `comm` is what each rank of a `world` runs, with a communicator of its own."""
+    """A test that asks for `comm` is what each rank of a `world` runs; paths that it asks for are those of rank 0."""
     return world
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty one, for ranks that share it."""
+    return tmp_path
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,7 +64,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if "comm" not in given:
         return None
     run_on_ranks: Any = given.pop("comm")
-    run_on_ranks(lambda comm: pyfuncitem.obj(comm=comm, **given))
+
+    def run(comm: Any) -> None:
+        own = {name: comm.bcast_object(value) if isinstance(value, Path) else value for name, value in given.items()}
+        pyfuncitem.obj(comm=comm, **own)
+
+    run_on_ranks(run)
     return True
 
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -31,3 +31,19 @@ def mlp(*widths: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.S
     torch.manual_seed(seed)
     layers = [each for pair in itertools.pairwise(widths) for each in (nn.Linear(*pair), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+class Written(nn.Module):
+    """Layers, buffers and settings by name, and a forward pass that is given: a function of the network and its input."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.written = (forward,)
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.written[0](self, x)

@@ -20,11 +20,6 @@ from tatami.errors import CheckpointError, InputError
 from tatami.testing.worlds import World
 
 
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 def state_of(rank: int, step: int) -> dict[str, Any]:
     return {"weights": torch.full((3, 2), float(100 * step + rank)), "step": step, "rank": rank}
 

@@ -148,6 +148,7 @@ def test_numbers_are_si_and_links_may_be_left_out(tmp_path: Path) -> None:
     assert cluster.processors == tuple(Processor(name=name, speed=2e9, memory_bytes=7) for name in ("n0", "n1"))
 
 
+ONE = '[[processors]]\nname = "a"\nspeed = 1\n'
 HOMES = """
 [[processors]]
 name = "desktop"
@@ -279,36 +280,24 @@ def test_all_faults_at_once_each_with_its_path() -> None:
             "processors[0].speed: must be at most 1,000,000,000 Pflop/s, not",
         ),
         ('[[processors]]\nname = "a"\nspeed = "1e-20"', "processors[0].speed: must be from 1e-12 to 1e+24, not 1e-20"),
+        (ONE + "count = 1000000000", "processors[0].count: must be a whole number from 1 to 200,000, not 1000000000"),
         (
-            '[[processors]]\nname = "a"\nspeed = 1\ncount = 1000000000',
-            "processors[0].count: must be a whole number from 1 to 200,000, not 1000000000",
-        ),
-        (
-            '[[processors]]\nname = "a"\nspeed = 1\ncount = 150000\n[[processors]]\nname = "b"\nspeed = 1\ncount = 150000',
+            ONE + 'count = 150000\n[[processors]]\nname = "b"\nspeed = 1\ncount = 150000',
             "processors: 300,000 are too many; at most 200,000",
         ),
         (
             f'[[processors]]\nname = "{"n" * 300}"\nspeed = 1',
             "processors[0].name: must be a text of 1 to 255 characters, not 'nnn",
         ),
+        (ONE + 'memory = "1e30 GB"', "processors[0].memory: must be at most 8,192 PiB, not '1e30 GB'"),
+        (ONE + "[local]\nbandwidth = 1e308\nlatency = 0", "local.bandwidth: must be at most 8,000,000 Tbit/s, not 1e+308"),
+        (ONE + "[local]\nbandwidth = 1\nlatency = 1e308", "local.latency: must be at most 31,710 y, not 1e+308"),
         (
-            '[[processors]]\nname = "a"\nspeed = 1\nmemory = "1e30 GB"',
-            "processors[0].memory: must be at most 8,192 PiB, not '1e30 GB'",
-        ),
-        (
-            '[[processors]]\nname = "a"\nspeed = 1\n[local]\nbandwidth = 1e308\nlatency = 0',
-            "local.bandwidth: must be at most 8,000,000 Tbit/s, not 1e+308",
-        ),
-        (
-            '[[processors]]\nname = "a"\nspeed = 1\n[local]\nbandwidth = 1\nlatency = 1e308',
-            "local.latency: must be at most 31,710 y, not 1e+308",
-        ),
-        (
-            '[[processors]]\nname = "a"\nspeed = 1\n[network]\nbandwidth = "1 Gbit/s"\nlatency = "1 w"',
+            ONE + '[network]\nbandwidth = "1 Gbit/s"\nlatency = "1 w"',
             "network: the latency of a link must be at most 60 s, not 604800 s",
         ),
         (
-            '[[processors]]\nname = "a"\nspeed = 1\n[network]\nbandwidth = 1e-9\nlatency = 0',
+            ONE + "[network]\nbandwidth = 1e-9\nlatency = 0",
             "network: the bandwidth of a link must be from 0.001 to 1e+18 bytes/s, not 1e-09",
         ),
         (
@@ -316,22 +305,19 @@ def test_all_faults_at_once_each_with_its_path() -> None:
             "processors[1].name: 'a1' is taken already, by processors[0]",
         ),
         (
-            '[[processors]]\nname = "a"\nspeed = 1\nhost = "h"\n'
-            + '[[links]]\nhosts = ["h", "h"]\nbandwidth = 1\nlatency = 0\n' * 2,
+            ONE + 'host = "h"\n' + '[[links]]\nhosts = ["h", "h"]\nbandwidth = 1\nlatency = 0\n' * 2,
             "links[1].hosts: this pair is taken already, by links[0]",
         ),
         (
-            '[[processors]]\nname = "a"\nspeed = 1\nhost = "h"\nlink = "1 Gbit/s"\n'
+            ONE
+            + 'host = "h"\nlink = "1 Gbit/s"\n'
             + '[[processors]]\nname = "b"\nspeed = 1\nhost = "h"\n'
             + '[[processors]]\nname = "c"\nspeed = 1\nhost = "h"\nlink = "2 Gbit/s"',
             "processors[2].link: 'h' has another link, by processors[0]",
         ),
-        ('[[processors]]\nname = "a"\nspeed = 1\nlink = {}', "processors[0].link: give it a bandwidth or a latency"),
-        ('[[processors]]\nname = "a"\nspeed = 1\nlink = "1 GB"', "processors[0].link: '1 GB' is not a bandwidth"),
-        (
-            '[[processors]]\nname = "a"\nspeed = 1\nlink = { latency = "2 d" }',
-            "processors[0].link: the latency of a link must be",
-        ),
+        (ONE + "link = {}", "processors[0].link: give it a bandwidth or a latency"),
+        (ONE + 'link = "1 GB"', "processors[0].link: '1 GB' is not a bandwidth"),
+        (ONE + 'link = { latency = "2 d" }', "processors[0].link: the latency of a link must be"),
     ],
 )
 def test_one_fault(text: str, problem: str) -> None:

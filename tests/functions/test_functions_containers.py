@@ -16,6 +16,8 @@ from tatami.errors import ClosedError, InputError
 from tatami.functions import collectives
 from tatami.functions.structure import mapped, with_tensors
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Pair(NamedTuple):
     left: torch.Tensor
@@ -50,7 +52,6 @@ def summed(value: Any) -> torch.Tensor:
     return sum((summed(each) for each in value if each is not None), torch.zeros(()))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", range(5))
 def test_a_container_travels_and_its_gradient_comes_back(comm: AbstractCommunicator, number: int) -> None:
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -85,17 +86,15 @@ def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
     run_threads(body, size=2)
 
 
+@pytest.mark.threads_only
 @pytest.mark.parametrize("kind", ["grad", "vmap"])
-def test_transforms_of_torch_func_are_refused_by_name(kind: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        def sent(x: torch.Tensor) -> torch.Tensor:
-            return functions.send(x * 2, comm, dest=1 - comm.rank).sum()
+def test_transforms_of_torch_func_are_refused_by_name(comm: AbstractCommunicator, kind: str) -> None:
+    def sent(x: torch.Tensor) -> torch.Tensor:
+        return functions.send(x * 2, comm, dest=1 - comm.rank).sum()
 
-        transform = torch.func.grad(sent) if kind == "grad" else torch.func.vmap(sent)
-        with pytest.raises(InputError, match=r"send: x is inside a torch.func transform \(grad, vmap, \.\.\.\)"):
-            transform(torch.ones(3))
-
-    run_threads(body, size=2)
+    transform = torch.func.grad(sent) if kind == "grad" else torch.func.vmap(sent)
+    with pytest.raises(InputError, match=r"send: x is inside a torch.func transform \(grad, vmap, \.\.\.\)"):
+        transform(torch.ones(3))
 
 
 class Both(NamedTuple):
@@ -145,7 +144,6 @@ def test_only_tensors_are_given_to_what_changes_tensors() -> None:
 X = torch.ones(2)
 
 
-@pytest.mark.ranks(2)
 def test_peers_and_tags(comm: AbstractCommunicator) -> None:
     with pytest.raises(InputError, match=f"send: rank {comm.rank} is this rank"):
         functions.send(X, comm, dest=comm.rank)
@@ -164,7 +162,6 @@ def test_peers_and_tags(comm: AbstractCommunicator) -> None:
         functions.scatter([X, X], comm, root=5)
 
 
-@pytest.mark.ranks(2)
 def test_parts(comm: AbstractCommunicator) -> None:
     for operation in (functions.alltoall, functions.reduce_scatter):
         with pytest.raises(InputError, match=f"{operation.__name__}: 3 parts for 2 ranks; give one for each"):
@@ -177,7 +174,6 @@ def test_parts(comm: AbstractCommunicator) -> None:
         functions.scatter(None, comm, root=comm.rank)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operations import OPERATIONS, rolled
 
 from tatami import functions
 from tatami.comm import AbstractCommunicator
@@ -43,9 +44,6 @@ class Network:
     used: tuple[tuple[int, ...], ...]
 
 
-COLLECTIVES = ("bcast", "gather", "scatter", "allgather", "alltoall", "allreduce", "reduce", "reduce_scatter", "sendrecv")
-
-
 @st.composite
 def networks(draw: st.DrawFn, size: int) -> Network:
     ranks = st.integers(0, size - 1)
@@ -64,7 +62,7 @@ def networks(draw: st.DrawFn, size: int) -> Network:
         elif kind == "compute":
             steps.append(Step(kind="compute", here=here, picks=draw(picks)))
         elif kind == "collective":
-            steps.append(Step(kind=draw(st.sampled_from(COLLECTIVES)), here=here, picks=draw(picks)))
+            steps.append(Step(kind=draw(st.sampled_from(sorted(OPERATIONS))), here=here, picks=draw(picks)))
     for edge in draw(st.permutations(under_way)):
         steps.append(Step(kind="recv", here=edge[0], there=edge[1], tag=edge[2]))
     used = tuple(tuple(draw(st.lists(st.integers(0, 9), max_size=3))) for _ in range(size))
@@ -78,11 +76,6 @@ def start(rank: int) -> torch.Tensor:
 def computed(pool: Sequence[torch.Tensor], picks: Sequence[int]) -> torch.Tensor:
     a, b = pool[picks[0] % len(pool)], pool[picks[1] % len(pool)]
     return torch.sin(a + 0.3) * torch.cos(b)
-
-
-def halves(x: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """A part for each rank, of one width."""
-    return [torch.roll(x, rank) * (rank + 1) for rank in range(size)]
 
 
 def loss_of(pool: Sequence[torch.Tensor], used: Sequence[int]) -> torch.Tensor | None:
@@ -105,22 +98,8 @@ def run_alone(network: Network, size: int) -> tuple[float, list[torch.Tensor]]:
             messages[edge].append(picked[root])
         elif step.kind == "recv":
             new[step.there] = [messages[edge].popleft()]
-        elif step.kind == "bcast":
-            new = [[picked[root]] for _ in range(size)]
-        elif step.kind == "gather":
-            new[root] = picked
-        elif step.kind == "scatter":
-            new = [[part] for part in halves(picked[root], size)]
-        elif step.kind == "allgather":
-            new = [picked for _ in range(size)]
-        elif step.kind == "alltoall":
-            new = [[halves(x, size)[rank] for x in picked] for rank in range(size)]
-        elif step.kind == "sendrecv":
-            new = [[picked[rank - 1]] for rank in range(size)]
-        elif step.kind == "reduce_scatter":
-            new = [[torch.stack([halves(x, size)[rank] for x in picked]).sum(0)] for rank in range(size)]
         else:
-            new = [[torch.stack(picked).sum(0)] if step.kind == "allreduce" or rank == root else [] for rank in range(size)]
+            new = [list(OPERATIONS[step.kind].expected(picked, rank, root, rolled)) for rank in range(size)]
         for pool, more in zip(pools, new, strict=True):
             pool += more
     losses = [loss for rank in range(size) if (loss := loss_of(pools[rank], network.used[rank])) is not None]
@@ -133,7 +112,7 @@ def run_alone(network: Network, size: int) -> tuple[float, list[torch.Tensor]]:
 
 def run_here(network: Network, comm: AbstractCommunicator, *, plain: bool) -> tuple[float, torch.Tensor]:
     """This rank's loss, and the gradient of its input; `plain`: by `loss.backward()`, wherever that is enough."""
-    rank, size = comm.rank, comm.size
+    rank = comm.rank
     leaf = start(rank)
     pool = [leaf]
     touched = [False]
@@ -149,26 +128,8 @@ def run_here(network: Network, comm: AbstractCommunicator, *, plain: bool) -> tu
         elif step.kind == "recv":
             if rank == step.there:
                 pool.append(functions.recv(comm, source=step.here, tag=step.tag))
-        elif step.kind == "bcast":
-            pool.append(functions.bcast(x if rank == root else None, comm, root=root))
-        elif step.kind == "gather":
-            parts = functions.gather(x, comm, root=root)
-            pool += parts if rank == root else ()
-        elif step.kind == "scatter":
-            pool.append(functions.scatter(halves(x, size) if rank == root else None, comm, root=root))
-        elif step.kind == "allgather":
-            pool += functions.allgather(x, comm)
-        elif step.kind == "alltoall":
-            pool += functions.alltoall(halves(x, size), comm)
-        elif step.kind == "sendrecv":
-            pool.append(functions.sendrecv(x, comm, dest=(rank + 1) % size, source=(rank - 1) % size, tag=2))
-        elif step.kind == "reduce_scatter":
-            pool.append(functions.reduce_scatter(halves(x, size), comm))
-        elif step.kind == "allreduce":
-            pool.append(functions.allreduce(x, comm))
         else:
-            total = functions.reduce(x, comm, root=root)
-            pool += [total] if rank == root else []
+            pool += OPERATIONS[step.kind].call(x, comm, root, rolled)
         # All that was not computed here came from other ranks, or from a collective.
         touched += [True] * (len(pool) - len(touched))
     loss = loss_of(pool, network.used[rank])

@@ -28,7 +28,6 @@ from tatami.report.palette import PHASES as PHASES_SHOWN
 from tatami.report.palette import RANKS
 from tatami.retiling import Retiler
 from tatami.runtime.phases import PhaseTimes
-from tatami.testing.worlds import World
 from tatami.tiling import link_bytes, traffic_of
 from tatami.train import Trainer
 from tatami.train.recording import RunRecorder
@@ -270,34 +269,29 @@ def test_without_vega_the_pip_command_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_the_trainer_writes_its_page(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("page")
-
-    def body(comm: AbstractCommunicator) -> None:
-        path: Path = comm.bcast_object(folder) / "run.html"
-        model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
-        records = Records()
-        trainer = Trainer(
-            model, optimizer=SGD, loss=nn.MSELoss(), retile=Retiler(every=4), records=records, record_every=3, report=path
-        )
-        data = torch.ones(16, 4), torch.zeros(16, 2)
-        history = trainer.fit(data, batch_size=16, iterations=8)
-        if comm.rank == 0:
-            facts = facts_of(RecordedRun(records=tuple(records.kept or ())))
-            assert facts.ranks == list(model.names)
-            assert len(facts.steps) == 1 + sum(check.moved is not None for check in history.checks)
-            assert [row["loss"] for row in facts.losses] == pytest.approx([history.losses[2], history.losses[5]])
-            assert facts.num_checks == len(history.checks)
-            assert {row["rank"] for row in facts.phases} == set(model.names)
-            assert all(row["ms"] >= 0 for row in facts.phases)
-            assert sum(row["ms"] for row in facts.phases if row["phase"] == "forward") > 0
-            assert 'type="range"' in path.read_text(encoding="utf-8")
-        comm.bcast_object(None)
-        trainer.fit(data, batch_size=16, iterations=1)  # writes its own page again
-        with pytest.raises(OutputExistsError, match=r"run\.html exists already"):
-            Trainer(model, optimizer=SGD, loss=nn.MSELoss(), report=path).fit(data, batch_size=16, iterations=1)
-
-    world(body)
+def test_the_trainer_writes_its_page(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
+    records = Records()
+    trainer = Trainer(
+        model, optimizer=SGD, loss=nn.MSELoss(), retile=Retiler(every=4), records=records, record_every=3, report=path
+    )
+    data = torch.ones(16, 4), torch.zeros(16, 2)
+    history = trainer.fit(data, batch_size=16, iterations=8)
+    if comm.rank == 0:
+        facts = facts_of(RecordedRun(records=tuple(records.kept or ())))
+        assert facts.ranks == list(model.names)
+        assert len(facts.steps) == 1 + sum(check.moved is not None for check in history.checks)
+        assert [row["loss"] for row in facts.losses] == pytest.approx([history.losses[2], history.losses[5]])
+        assert facts.num_checks == len(history.checks)
+        assert {row["rank"] for row in facts.phases} == set(model.names)
+        assert all(row["ms"] >= 0 for row in facts.phases)
+        assert sum(row["ms"] for row in facts.phases if row["phase"] == "forward") > 0
+        assert 'type="range"' in path.read_text(encoding="utf-8")
+    comm.bcast_object(None)
+    trainer.fit(data, batch_size=16, iterations=1)  # writes its own page again
+    with pytest.raises(OutputExistsError, match=r"run\.html exists already"):
+        Trainer(model, optimizer=SGD, loss=nn.MSELoss(), report=path).fit(data, batch_size=16, iterations=1)
 
 
 def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
@@ -335,17 +329,12 @@ def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_run_that_fails_leaves_its_page(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("page")
-
-    def body(comm: AbstractCommunicator) -> None:
-        path: Path = comm.bcast_object(folder) / "run.html"
-        model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
-        make = partial(Trainer, model, optimizer=SGD, loss=nn.MSELoss(), rescue_dir=path.parent)
-        data = torch.full((16, 4), float("nan")), torch.zeros(16, 2)
-        with pytest.raises(TatamiError):
-            make(report=path).fit(data, batch_size=16, iterations=2)
-        if comm.rank == 0:
-            assert "NotFiniteError" in path.read_text(encoding="utf-8")
-
-    world(body)
+def test_a_run_that_fails_leaves_its_page(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
+    make = partial(Trainer, model, optimizer=SGD, loss=nn.MSELoss(), rescue_dir=path.parent)
+    data = torch.full((16, 4), float("nan")), torch.zeros(16, 2)
+    with pytest.raises(TatamiError):
+        make(report=path).fit(data, batch_size=16, iterations=2)
+    if comm.rank == 0:
+        assert "NotFiniteError" in path.read_text(encoding="utf-8")

@@ -16,6 +16,8 @@ from tatami.errors import InputError
 from tatami.parallel import MultiNodeChainList
 from tatami.testing.worlds import World
 
+pytestmark = pytest.mark.ranks(2)
+
 WIDTH, BATCH, STEPS = 4, 3, 2
 Ranks = int | Sequence[int] | None
 
@@ -314,7 +316,6 @@ def test_one_rank_alone(world: World, name: str) -> None:
     check_against_one_process(world, name, by_delegate=False)
 
 
-@pytest.mark.ranks(2)
 def test_a_model_whose_outputs_are_a_structure(world: World) -> None:
     """A loss of one member alone, which depends on nothing received, still brings backward to what was sent."""
 
@@ -360,7 +361,6 @@ def test_evaluation_without_gradients(world: World) -> None:
     torch.testing.assert_close(world(body)[0], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.ranks(2)
 def test_copies_share_the_communicator_and_nothing_else(comm: AbstractCommunicator) -> None:
     model = MultiNodeChainList(comm)
     model.add_link(nn.Linear(2, 2), rank_in=comm.rank)
@@ -372,7 +372,6 @@ def test_copies_share_the_communicator_and_nothing_else(comm: AbstractCommunicat
     assert list(model.state_dict()) == ["links.0.weight", "links.0.bias"]
 
 
-@pytest.mark.ranks(2)
 def test_bad_parts_are_refused_as_they_are_added(comm: AbstractCommunicator) -> None:
     model = MultiNodeChainList(comm)
     with pytest.raises(InputError, match="rank_out=2: there is no such rank; this communicator has ranks 0 to 1"):
@@ -393,7 +392,6 @@ def test_bad_parts_are_refused_as_they_are_added(comm: AbstractCommunicator) -> 
     assert len(model.links) == 1
 
 
-@pytest.mark.ranks(2)
 def test_own_edges_that_do_not_fit_are_refused_before_anything_is_sent(comm: AbstractCommunicator) -> None:
     here, there = comm.rank, 1 - comm.rank
     with pytest.raises(InputError, match=f"has no parts on rank {here}"):

@@ -1,8 +1,8 @@
 """DataParallel: gradients of the global batch on every rank, whatever the ranks have, use and leave out."""
 
 import contextlib
-import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drawing import mlp
 from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverlap, SharedOverlap, overlap
 from tatami.errors import CommTimeoutError, InputError, RankDiedError, TrainingError
@@ -112,29 +113,26 @@ def test_a_sum_over_samples_stays_a_sum_and_penalties_are_averaged(comm: Abstrac
         each.close()
 
 
-def test_accumulation_over_micro_batches(world: World) -> None:
-    def body(inner: AbstractCommunicator) -> None:
-        comm = Recording(inner)
-        model, plain = DataParallel(network(0), comm), network(0)
-        for _ in range(2):
-            model.zero_grad()
-            plain.zero_grad()
-            for step in range(3):
-                x, y = batch(comm.size, step=step)
-                # Ranks' shares differ from one micro-batch to the next.
-                mine = local(comm, x), local(comm, y)
-                if comm.rank == 0 and step == 1:
-                    mine = mine[0][:2], mine[1][:2]
-                    x, y = x[torch.arange(len(x)) != 2], y[torch.arange(len(y)) != 2]
-                elif step == 1:
-                    x, y = x[torch.arange(len(x)) != 2], y[torch.arange(len(y)) != 2]
-                with model.no_sync() if step < 2 else contextlib.nullcontext():
-                    mse(model(mine[0], with_side=step != 2), mine[1]).backward()
-                mse(plain(x, with_side=step != 2), y).backward()
-            assert_same(gradients(model.module), gradients(plain))
-        model.close()
-
-    world(body)
+def test_accumulation_over_micro_batches(comm: AbstractCommunicator) -> None:
+    comm = Recording(comm)
+    model, plain = DataParallel(network(0), comm), network(0)
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        for step in range(3):
+            x, y = batch(comm.size, step=step)
+            # Ranks' shares differ from one micro-batch to the next.
+            mine = local(comm, x), local(comm, y)
+            if comm.rank == 0 and step == 1:
+                mine = mine[0][:2], mine[1][:2]
+                x, y = x[torch.arange(len(x)) != 2], y[torch.arange(len(y)) != 2]
+            elif step == 1:
+                x, y = x[torch.arange(len(x)) != 2], y[torch.arange(len(y)) != 2]
+            with model.no_sync() if step < 2 else contextlib.nullcontext():
+                mse(model(mine[0], with_side=step != 2), mine[1]).backward()
+            mse(plain(x, with_side=step != 2), y).backward()
+        assert_same(gradients(model.module), gradients(plain))
+    model.close()
 
 
 def test_what_only_some_ranks_use_and_what_nobody_uses(comm: AbstractCommunicator) -> None:
@@ -291,14 +289,10 @@ def test_means_of_several_vectors(comm: AbstractCommunicator, kind: str, dtype: 
     sums.close()
 
 
-def test_ranks_of_one_host_share_their_buckets_and_send_nothing(world: World) -> None:
-    def body(inner: AbstractCommunicator) -> None:
-        comm = Recording(inner)
-        sums = overlap(comm.inner, sizes=[100])
-        assert isinstance(sums, SharedOverlap if inner.has_windows else MessageOverlap)
-        sums.close()
-
-    world(body)
+def test_ranks_of_one_host_share_their_buckets_and_send_nothing(comm: AbstractCommunicator) -> None:
+    sums = overlap(comm, sizes=[100])
+    assert isinstance(sums, SharedOverlap if comm.has_windows else MessageOverlap)
+    sums.close()
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -338,19 +332,16 @@ def test_a_rank_that_does_not_begin_is_named_across_hosts(comm: AbstractCommunic
 
 
 @pytest.mark.ranks(2, 3)
-def test_networks_that_differ_are_told_apart(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"DataParallel: rank 0 has weight \(2, 3\) float32, rank 1 has weight \(2, 4\)"):
-            DataParallel(nn.Linear(4 if comm.rank == 1 else 3, 2), comm)
-        with pytest.raises(InputError, match=r"rank 0 has weight \(2, 3\) float32, rank 1 has .* frozen"):
-            DataParallel(nn.Linear(3, 2).requires_grad_(comm.rank != 1) if comm.rank != 1 else half_frozen(), comm)
-
+def test_networks_that_differ_are_told_apart(comm: AbstractCommunicator) -> None:
     def half_frozen() -> nn.Module:
         linear = nn.Linear(3, 2)
         linear.weight.requires_grad_(False)
         return linear
 
-    world(body)
+    with pytest.raises(InputError, match=r"DataParallel: rank 0 has weight \(2, 3\) float32, rank 1 has weight \(2, 4\)"):
+        DataParallel(nn.Linear(4 if comm.rank == 1 else 3, 2), comm)
+    with pytest.raises(InputError, match=r"rank 0 has weight \(2, 3\) float32, rank 1 has .* frozen"):
+        DataParallel(nn.Linear(3, 2).requires_grad_(comm.rank != 1) if comm.rank != 1 else half_frozen(), comm)
 
 
 def penalised(model: Any, x: torch.Tensor, reduction: str) -> Any:
@@ -464,7 +455,7 @@ def test_what_is_thawed_in_mid_run_is_summed_or_refused(comm: AbstractCommunicat
 
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
-def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have_begun(world: World) -> None:
+def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have_begun(comm: AbstractCommunicator) -> None:
     def boom(_: torch.Tensor) -> None:
         raise KeyError("boom")
 
@@ -477,21 +468,18 @@ def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have
                 hidden.register_hook(boom)
             return self[1](hidden)
 
-    def body(comm: AbstractCommunicator) -> None:
-        module = Fragile(nn.Linear(4, 8), nn.Linear(8, 3)).double()
-        model = DataParallel(module, comm, bucket_bytes=8)
-        x, y = batch(comm.size)
-        for step in range(5):
-            module.fails = step in (1, 4)
-            if module.fails:
-                with pytest.raises(KeyError, match="boom"):
-                    mse(model(local(comm, x)), local(comm, y)).backward()
-                continue
-            mse(model(local(comm, x)), local(comm, y)).backward()  # after the first, in which nothing had been sent
-        with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
-            model(local(comm, x))
-
-    world(body)
+    module = Fragile(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+    model = DataParallel(module, comm, bucket_bytes=8)
+    x, y = batch(comm.size)
+    for step in range(5):
+        module.fails = step in (1, 4)
+        if module.fails:
+            with pytest.raises(KeyError, match="boom"):
+                mse(model(local(comm, x)), local(comm, y)).backward()
+            continue
+        mse(model(local(comm, x)), local(comm, y)).backward()  # after the first, in which nothing had been sent
+    with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
+        model(local(comm, x))
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring"])
@@ -549,37 +537,28 @@ def test_buckets_follow_backward_and_the_first_is_small() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_replicas_of_a_tiled_network(world: World) -> None:
+def test_replicas_of_a_tiled_network(comm: AbstractCommunicator) -> None:
     """Two replicas, each tiled over two ranks: tensor-parallel sums inside a replica, DataParallel between replicas."""
 
-    # Once, before there are ranks: threads share the generator that layers are drawn from.
-    torch.manual_seed(3)
-    start = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 3)).double()
-
-    def build() -> nn.Module:
-        return copy.deepcopy(start)
-
-    def body(comm: AbstractCommunicator) -> None:
-        replica, tile_ranks = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
-        assert replica is not None
-        assert tile_ranks is not None
-        generator = torch.Generator().manual_seed(5)
-        x, y = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 3))
-        half = slice(0, 4) if comm.rank < 2 else slice(4, 8)
-        for layout in (simple_layout([0], [1]), simple_layout([0, 1])):
-            tiled_part = tiled(build(), replica, layout=layout, batch_size=4)
-            comm.barrier()  # torch.fx patches every module of the process while one replica is traced
-            model = DataParallel(tiled_part, tile_ranks)
-            mine_x, mine_y = tiled_part.local(x[half], y[half])
-            mse(model(mine_x), mine_y).backward()
-            plain = build()
-            mse(plain(x), y).backward()
-            whole = whole_gradients(tiled_part)
-            for name, parameter in plain.named_parameters():
-                grad = whole[name]
-                assert grad is not None
-                assert parameter.grad is not None
-                torch.testing.assert_close(grad, parameter.grad, rtol=1e-12, atol=1e-12)
-            model.close()
-
-    world(body)
+    build = partial(mlp, 4, 10, 3, seed=3)
+    replica, tile_ranks = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    assert replica is not None
+    assert tile_ranks is not None
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 3))
+    half = slice(0, 4) if comm.rank < 2 else slice(4, 8)
+    for layout in (simple_layout([0], [1]), simple_layout([0, 1])):
+        tiled_part = tiled(build(), replica, layout=layout, batch_size=4)
+        comm.barrier()  # torch.fx patches every module of the process while one replica is traced
+        model = DataParallel(tiled_part, tile_ranks)
+        mine_x, mine_y = tiled_part.local(x[half], y[half])
+        mse(model(mine_x), mine_y).backward()
+        plain = build()
+        mse(plain(x), y).backward()
+        whole = whole_gradients(tiled_part)
+        for name, parameter in plain.named_parameters():
+            grad = whole[name]
+            assert grad is not None
+            assert parameter.grad is not None
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-12, atol=1e-12)
+        model.close()

@@ -24,11 +24,6 @@ from tatami.parallel import (
 from tatami.testing.worlds import World
 
 
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("digits")
-
-
 class Run:
     """One rank's run, with everything fresh."""
 

@@ -22,7 +22,6 @@ from tatami.parallel import (
     gather_evaluation,
     weighted_means,
 )
-from tatami.testing.worlds import World
 
 
 def values_of(rank: int, count: int) -> torch.Tensor:
@@ -46,21 +45,16 @@ def test_means_are_over_the_samples_of_all_ranks(comm: AbstractCommunicator, cou
         assert means == pytest.approx(expected, rel=1e-12)
 
 
-def test_names_that_only_some_ranks_have(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> dict[str, float]:
-        values = {"all": float(comm.rank), f"only {comm.rank}": 5.0 + comm.rank}
-        if comm.rank % 2:
-            values["odd"] = comm.rank
-        return weighted_means(Measured(values=values, num_samples=comm.rank + 1), comm)
-
-    ranks = range(world.size)
-    expected = {f"only {rank}": 5.0 + rank for rank in ranks}
-    expected["all"] = sum(rank * (rank + 1) for rank in ranks) / sum(rank + 1 for rank in ranks)
-    if world.size > 1:
-        odd = [rank for rank in ranks if rank % 2]
-        expected["odd"] = sum(rank * (rank + 1) for rank in odd) / sum(rank + 1 for rank in odd)
-    for means in world(body):
-        assert means == pytest.approx(expected, rel=1e-15)
+def test_names_that_only_some_ranks_have(comm: AbstractCommunicator) -> None:
+    values = {"all": float(comm.rank), f"only {comm.rank}": 5.0 + comm.rank}
+    if comm.rank % 2:
+        values["odd"] = comm.rank
+    means = weighted_means(Measured(values=values, num_samples=comm.rank + 1), comm)
+    expected = {f"only {rank}": 5.0 + rank for rank in range(comm.size)}
+    for name, ranks in (("all", range(comm.size)), ("odd", range(1, comm.size, 2))):
+        if ranks:
+            expected[name] = sum(rank * (rank + 1) for rank in ranks) / sum(rank + 1 for rank in ranks)
+    assert means == pytest.approx(expected, rel=1e-15)
 
 
 def test_an_evaluation_that_fails_on_one_rank_fails_on_all(comm: AbstractCommunicator) -> None:
@@ -80,22 +74,20 @@ def test_an_evaluation_that_fails_on_one_rank_fails_on_all(comm: AbstractCommuni
 
 
 @pytest.mark.parametrize(("length", "batch_size"), [(97, 7), (9, 77), (0, 3)])
-def test_results_of_all_batches_come_in_turn(world: World, length: int, batch_size: int) -> None:
+def test_results_of_all_batches_come_in_turn(comm: AbstractCommunicator, length: int, batch_size: int) -> None:
     """97 items in batches of 7, and 9 in batches of 77: strided over the ranks, of which some have fewer batches, or none."""
 
     def batches_of(rank: int) -> list[list[int]]:
-        mine = list(range(length))[rank :: world.size]
+        mine = list(range(length))[rank :: comm.size]
         return [mine[start : start + batch_size] for start in range(0, len(mine), batch_size)]
 
-    def body(comm: AbstractCommunicator) -> list[list[int]]:
-        return gather_evaluation(
-            batches_of(comm.rank), comm, local=lambda batch: [comm.rank, *batch], aggregate=lambda results: results
-        )
-
-    everyones = [[[rank, *batch] for batch in batches_of(rank)] for rank in range(world.size)]
+    everyones = [[[rank, *batch] for batch in batches_of(rank)] for rank in range(comm.size)]
     longest = max(map(len, everyones))
     expected = [results[index] for index in range(longest) for results in everyones if index < len(results)]
-    assert world(body) == [expected] * world.size
+    found = gather_evaluation(
+        batches_of(comm.rank), comm, local=lambda batch: [comm.rank, *batch], aggregate=lambda results: results
+    )
+    assert found == expected
 
 
 def test_ranks_with_many_more_batches_than_others(comm: AbstractCommunicator) -> None:
@@ -137,19 +129,12 @@ def test_observations_become_the_mean_of_all_ranks(comm: AbstractCommunicator, e
             assert seen == {"rank": (comm.size - 1) / 2, "step": step - (every - 1) / 2}
 
 
-def test_observations_weigh_by_samples_and_may_have_names_of_their_own(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> dict[str, float]:
-        observations = ObservationAggregator(comm, every=2)
-        assert observations.observe({"x": comm.rank, f"rank {comm.rank}": 1.0}, num_samples=comm.rank) is None
-        seen = observations.observe({"x": 10.0}, num_samples=1)
-        assert seen is not None
-        return seen
-
-    ranks = range(world.size)
+def test_observations_weigh_by_samples_and_may_have_names_of_their_own(comm: AbstractCommunicator) -> None:
+    observations, ranks = ObservationAggregator(comm, every=2), range(comm.size)
+    assert observations.observe({"x": comm.rank, f"rank {comm.rank}": 1.0}, num_samples=comm.rank) is None
     expected = {f"rank {rank}": 1.0 for rank in ranks if rank}
-    expected["x"] = (sum(rank * rank for rank in ranks) + 10.0 * world.size) / (sum(ranks) + world.size)
-    for seen in world(body):
-        assert seen == pytest.approx(expected, rel=1e-15)
+    expected["x"] = (sum(rank * rank for rank in ranks) + 10.0 * comm.size) / (sum(ranks) + comm.size)
+    assert observations.observe({"x": 10.0}, num_samples=1) == pytest.approx(expected, rel=1e-15)
 
 
 def test_observations_may_be_aggregated_in_another_way(comm: AbstractCommunicator) -> None:

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tatami.comm import AbstractCommunicator, Recording, run_threads
+from tatami.comm import AbstractCommunicator, Recording
 from tatami.errors import CommTimeoutError, InputError, NotFiniteError
 from tatami.parallel import MultiNodeOptimizer, average_buffers, average_gradients, broadcast_model, create_mnbn_model
-from tatami.testing.worlds import World
 
 COUNTS = (3, 5, 2, 7)
 mse: Any = F.mse_loss
@@ -334,22 +333,21 @@ def test_running_statistics_become_their_mean_and_counters_stay(comm: AbstractCo
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("wire", "itemsize"), [(None, 4), (torch.float16, 2), (torch.bfloat16, 2), (torch.float64, 8)])
-def test_gradients_travel_as_the_dtype_that_was_asked_for(world: World, wire: torch.dtype | None, itemsize: int) -> None:
-    def body(inner: AbstractCommunicator) -> int:
-        comm = Recording(inner)
-        weight = nn.Parameter(torch.zeros(999))
-        optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, wire=wire, algorithm="ring")
-        weight.grad = torch.ones(999)
-        before = len(comm.calls)
-        optimizer.step()
-        sent = sum(call.size_bytes for call in comm.calls[before:] if "send" in call.operation)
-        optimizer.close()
-        return sent
-
+def test_gradients_travel_as_the_dtype_that_was_asked_for(
+    comm: AbstractCommunicator, wire: torch.dtype | None, itemsize: int
+) -> None:
+    recording, weight = Recording(comm), nn.Parameter(torch.zeros(999))
+    optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), recording, wire=wire, algorithm="ring")
+    weight.grad = torch.ones(999)
+    before = len(recording.calls)
+    optimizer.step()
     # Two ranks: half of the vector there, half of the sum back; the gradients and the mark that they are used.
-    assert world(body) == [1000 * itemsize] * 2
+    assert sum(call.size_bytes for call in recording.calls[before:] if "send" in call.operation) == 1000 * itemsize
+    optimizer.close()
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
@@ -357,11 +355,10 @@ def test_gradients_travel_as_the_dtype_that_was_asked_for(world: World, wire: to
         (torch.eye(2).to_sparse(), r"here: odd is a torch.sparse_coo tensor, .* keep it as odd.to_dense\(\)"),
     ],
 )
-def test_tensors_that_ranks_do_not_share_are_named_with_the_way_out(tensor: torch.Tensor, match: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = nn.Linear(2, 2)
-        model.register_buffer("odd", tensor)
-        with pytest.raises(InputError, match=match):
-            broadcast_model(model, comm, where="here")
-
-    run_threads(body, size=2)
+def test_tensors_that_ranks_do_not_share_are_named_with_the_way_out(
+    comm: AbstractCommunicator, tensor: torch.Tensor, match: str
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", tensor)
+    with pytest.raises(InputError, match=match):
+        broadcast_model(model, comm, where="here")

@@ -299,36 +299,6 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*first, Mixture(), *last)
 
 
-class Experts(nn.Module):
-    """A mixture of experts: which of them computes a sample depends on the sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 8)
-        self.route = Routed()
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        hidden = torch.relu(self.inner(x))
-        return self.out(hidden + self.route(hidden))
-
-
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 3)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.gate(x).softmax(-1)
-        best, chosen = weights.max(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero(as_tuple=True)[0]
-            out = out.index_add(0, rows, expert(x[rows]) * best[rows, None])
-        return out
-
-
 def made(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)

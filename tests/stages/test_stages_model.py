@@ -28,6 +28,8 @@ from tatami.tiling import Layout, Replica, StagedLayout
 from tatami.train import ModelCheckpoint, Trainer, whole_state_dict
 from tiled_rig import staged
 
+pytestmark = pytest.mark.ranks(2)
+
 STEPS = 5
 # The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
 
@@ -242,7 +244,6 @@ class Branches(nn.Module):
         return self.last(hidden)
 
 
-@pytest.mark.ranks(2)
 def test_a_branch_on_a_value_of_another_stage_is_refused_with_its_line(comm: AbstractCommunicator) -> None:
     with pytest.raises(ModelError, match=r"test_stages_model.py:\d+ looks at a value that gt computes"):
         tatami.tile(
@@ -354,7 +355,6 @@ def test_stages_never_wait_for_each_other_whatever_is_in_flight(world: World) ->
     assert_same(results[0], expected)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_several_losses_of_one_pass(world: World, micro_batches: int) -> None:
     """As two terms of a loss that each go backward; the deferred passes keep their order."""
@@ -390,7 +390,6 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.threads_only  # where ranks are processes, the other one waits for its timeout
-@pytest.mark.ranks(2)
 def test_a_cut_inside_of_what_is_computed_again_is_refused(comm: AbstractCommunicator) -> None:
     # The last stage finds it first; the other one waits for the gradient then.
     error, told = (RankDiedError, "rank 1") if comm.rank == 0 else (ModelError, "outside of the forward pass, as torch")
@@ -398,7 +397,6 @@ def test_a_cut_inside_of_what_is_computed_again_is_refused(comm: AbstractCommuni
         trained(comm, made(Recomputed), staged(2, stages=2, cuts=(1,)), x=floats(4, 6), y=numbers(4, below=3))
 
 
-@pytest.mark.ranks(2)
 def test_hand_overs_are_rounded_where_a_wire_is_named(world: World) -> None:
     case = CASES["called-twice"]()
 
@@ -412,7 +410,6 @@ def test_hand_overs_are_rounded_where_a_wire_is_named(world: World) -> None:
     assert 1e-6 < max(errors) < 0.02
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_networks_of_transformers_are_tiled_in_stages(world: World, kind: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -454,15 +451,13 @@ def test_the_trainer_goes_on_from_a_checkpoint_with_other_stages(world: World, t
         assert_same(weights, expected)
 
 
-@pytest.mark.ranks(2)
 def test_a_loss_that_is_not_finite_ends_all_stages(comm: AbstractCommunicator, tmp_path: Path) -> None:
     x, y = data()[:]
-    folder = comm.bcast_object(tmp_path)
-    own = trainer(comm, staged(2, stages=2, cuts=(2,), micro_batches=2), rescue_dir=folder)
+    own = trainer(comm, staged(2, stages=2, cuts=(2,), micro_batches=2), rescue_dir=tmp_path)
     own.fit((x, y), batch_size=8, iterations=3)
     with pytest.raises(NotFiniteError, match=r"the loss is nan on rank 1 of 2.*is in .*last-good"):
         own.fit((x * math.nan, y), batch_size=8, iterations=1)
-    assert len(list(folder.glob("last-good-*.safetensors"))) == 1
+    assert len(list(tmp_path.glob("last-good-*.safetensors"))) == 1
 
 
 @pytest.mark.ranks(2, 4)

@@ -27,6 +27,8 @@ from tatami.tiling import Layout, Replica, StagedLayout
 from tatami.train import TiledModel, Trainer, move, whole_state_dict
 from tiled_rig import EXAMPLES, layouts, property_test, shares, staged
 
+pytestmark = pytest.mark.ranks(2)
+
 
 @functools.cache
 def pieces_of(name: str) -> int:
@@ -200,7 +202,6 @@ def test_a_trainer_moves_to_other_stages_and_trains_as_one_machine(world: World)
             torch.testing.assert_close(results[0][3][name], tensor, rtol=1e-9, atol=1e-11, msg=f"{name} differs")
 
 
-@pytest.mark.ranks(2)
 def test_what_cannot_move_is_refused_and_nothing_changes(comm: AbstractCommunicator) -> None:
     case = CASES["gpt"]()
     layout, other = staged(2, stages=2, cuts=(1,)), staged(2, stages=2, cuts=(3,))
@@ -237,7 +238,6 @@ def test_what_cannot_move_is_refused_and_nothing_changes(comm: AbstractCommunica
     model.close()
 
 
-@pytest.mark.ranks(2)
 def test_a_model_that_knows_no_pieces_gets_no_stages(comm: AbstractCommunicator) -> None:
     model = tatami.tile(noisy(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
     with pytest.raises(ModelError, match="a sample"):

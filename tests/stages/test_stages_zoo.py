@@ -27,6 +27,8 @@ from tatami.testing.worlds import World
 from tatami.train import TiledModel, whole_state_dict
 from tiled_rig import assert_close, staged
 
+pytestmark = pytest.mark.ranks(2)
+
 STEPS, SAMPLES = 3, 7
 # The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
 
@@ -216,7 +218,6 @@ LOOKED_AT = sorted({*CASES, *MORE} - {"gpt-dropout"})
 
 
 @pytest.mark.threads_only  # each process would follow all of them again
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_two_stages(world: World, name: str) -> None:
     check(world, {**CASES, **MORE}[name], micro_batches=1 + len(name) % 3)
@@ -236,7 +237,6 @@ def test_two_replicas_of_two_stages(world: World, name: str) -> None:
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5", "vit"])
 def test_two_stages_of_huggingface(world: World, name: str) -> None:
     """Those that round to single precision inside do so alike where micro-batches weigh a power of two."""
@@ -309,7 +309,6 @@ def test_evaluation_is_cut_where_the_weights_are(kind: type[nn.Module]) -> None:
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_training", [False, True])
 def test_dropout_that_is_switched_off_later_hands_both_over(world: World, in_training: bool) -> None:
     case = Case(build=Crossing, draw=reals(6), blocks=())
@@ -335,18 +334,13 @@ def test_dropout_that_is_switched_off_later_hands_both_over(world: World, in_tra
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
-def test_evaluation_that_no_stages_can_follow_is_refused_by_name(world: World) -> None:
+def test_evaluation_that_no_stages_can_follow_is_refused_by_name(comm: AbstractCommunicator) -> None:
     network = Crossed().double()
     x = torch.ones(SAMPLES, 6, dtype=torch.float64)
-
-    def body(comm: AbstractCommunicator) -> None:
-        layout = staged(2, stages=2, cuts=(1,))
-        model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=layout, speeds="equal", quiet=True)
-        with torch.no_grad(), pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"):
-            model.eval()(model.local(x))
-
-    world(body)
+    layout = staged(2, stages=2, cuts=(1,))
+    model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=layout, speeds="equal", quiet=True)
+    with torch.no_grad(), pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"):
+        model.eval()(model.local(x))
 
 
 class Draws(nn.Module):
@@ -385,7 +379,6 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
 def test_functions_that_draw_are_refused_by_name(comm: AbstractCommunicator, name: str, inside: bool) -> None:

@@ -34,22 +34,6 @@ class Case:
     blocks: tuple[str, ...]
 
 
-class Written(nn.Module):
-    """Layers and buffers by name, and a forward pass that is given: a function of the network and its input."""
-
-    def __init__(self, forward: Callable[..., Any], **layers: nn.Module | torch.Tensor) -> None:
-        super().__init__()
-        self.written = (forward,)
-        for name, layer in layers.items():
-            if isinstance(layer, nn.Module | nn.Parameter):
-                setattr(self, name, layer)
-            else:
-                self.register_buffer(name, layer)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.written[0](self, x)
-
-
 class CausalSelfAttention(nn.Module):
     """nanoGPT's."""
 

@@ -19,6 +19,8 @@ from tatami.testing.worlds import World
 from tatami.train import TiledModel, find_blocks, tile, whole_state_dict, workload_of
 from tiled_rig import simple_layout, some_layouts, whole_gradients
 
+pytestmark = pytest.mark.ranks(2, 3)
+
 FEATURES, CHANNELS, TOKENS, SAMPLES, STEPS = 4, 5, 3, 11, 3
 
 
@@ -121,7 +123,6 @@ class Ghosts(nn.Module):
         return torch.cat([self.norm(part.clone() if self.copied else part) for part in self.up(x).split(8)])
 
 
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("copied", "samples", "error", "message"),
     [
@@ -131,23 +132,16 @@ class Ghosts(nn.Module):
     ],
 )
 def test_ghost_batch_normalization_is_refused_by_name(
-    world: World, copied: bool, samples: tuple[int, ...], error: type[Exception], message: str
+    comm: AbstractCommunicator, copied: bool, samples: tuple[int, ...], error: type[Exception], message: str
 ) -> None:
-    own = samples[: world.size]
-    x = torch.randn(sum(own), FEATURES)
-
-    def body(comm: AbstractCommunicator) -> None:
-        layout = simple_layout(*([rank] for rank in range(comm.size)), widths=[each / sum(own) for each in own])
-        model = tile(
-            Ghosts(copied=copied), comm, batch_size=len(x), speeds="equal", layout=layout, reduction="mean", quiet=True
-        )
-        with pytest.raises(error, match=message):
-            loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
-
-    world(body)
+    own = samples[: comm.size]
+    x = torch.randn(sum(own), FEATURES, generator=torch.Generator().manual_seed(0))
+    layout = simple_layout(*([rank] for rank in range(comm.size)), widths=[each / sum(own) for each in own])
+    model = tile(Ghosts(copied=copied), comm, batch_size=len(x), speeds="equal", layout=layout, reduction="mean", quiet=True)
+    with pytest.raises(error, match=message):
+        loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.ranks(2, 3)
 def test_gradients_of_each_ranks_own_mean_loss(world: World) -> None:
     """Weighed by `loss_weight` they are those of the mean over the whole batch, on ranks without samples as well."""
     counts = (3, 0, 5)[-world.size :]
@@ -175,7 +169,6 @@ def test_gradients_of_each_ranks_own_mean_loss(world: World) -> None:
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(2, 3)
 def test_one_sum_for_each_layer_and_direction(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the traffic describes; in a single replica of all ranks none."""
     ran: Counter[int] = Counter()
@@ -201,7 +194,6 @@ def test_one_sum_for_each_layer_and_direction(world: World, monkeypatch: pytest.
     world(body)
 
 
-@pytest.mark.ranks(2, 3)
 def test_local_statistics_are_those_of_each_replica_and_running_ones_are_equal_everywhere(world: World) -> None:
     """Outputs are those of the plain network on each replica's samples; running statistics the weighed mean of theirs."""
     torch.manual_seed(0)

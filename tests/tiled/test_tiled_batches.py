@@ -155,7 +155,7 @@ def test_who_computes_the_loss(world: World, kind: str) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_evaluation_and_prediction_of_dicts_and_loaders(world: World) -> None:
+def test_evaluation_and_prediction_of_dicts_and_loaders(comm: AbstractCommunicator) -> None:
     built = network()
     with torch.no_grad():
         whole = built(**table())
@@ -165,93 +165,82 @@ def test_evaluation_and_prediction_of_dicts_and_loaders(world: World) -> None:
     def near(output: dict[str, torch.Tensor], target: torch.Tensor) -> float:
         return float((output["logits"].argmax(-1) == target).double().mean())
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=BATCH, reduction=None)
-            trainer = Trainer(model, optimizer=SGD, loss=cross_entropy, target="labels")
-            values = trainer.evaluate(DataLoader(Rows(), batch_size=5), metrics={"near": near})
-            assert values == pytest.approx({"loss": whole["loss"].item(), "near": right}, rel=1e-10)
-            for data, size in ((table(), 5), (inputs, SAMPLES), (DataLoader(Rows(), batch_size=5), None), (Stream(), 7)):
-                assert_close(trainer.predict(data, batch_size=size), {"logits": whole["logits"]}, what="prediction")
-            assert model.training
-
-    world(body)
+    for layout in some_layouts(comm.size):
+        model = tiled(built, comm, layout=layout, batch_size=BATCH, reduction=None)
+        trainer = Trainer(model, optimizer=SGD, loss=cross_entropy, target="labels")
+        values = trainer.evaluate(DataLoader(Rows(), batch_size=5), metrics={"near": near})
+        assert values == pytest.approx({"loss": whole["loss"].item(), "near": right}, rel=1e-10)
+        for data, size in ((table(), 5), (inputs, SAMPLES), (DataLoader(Rows(), batch_size=5), None), (Stream(), 7)):
+            assert_close(trainer.predict(data, batch_size=size), {"logits": whole["logits"]}, what="prediction")
+        assert model.training
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_cannot_be_told_is_refused_by_name(world: World) -> None:
+def test_what_cannot_be_told_is_refused_by_name(comm: AbstractCommunicator) -> None:
     built = network()
     x, shift, _ = table().values()
     fit = {"batch_size": BATCH, "epochs": 1}
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=BATCH, reduction=None)
-        make = partial(Trainer, model, optimizer=SGD)
-        for options, match in (
-            ({}, r"the network's own loss does not tell whether it takes the mean or the sum.*reduction='mean' or"),
-            ({"training_step": step}, "a training_step does not tell"),
-            ({"training_step": step, "loss": cross_entropy}, "a loss or a training_step.*not both"),
-            ({"reduction": "none"}, "reduction must be 'mean' or 'sum'"),
-        ):
-            with pytest.raises(InputError, match=match):
-                make(**options)
-        cases: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
-            ({"loss": cross_entropy}, table(), fit, "a dict of x, shift, labels; say which of them is the target"),
-            ({"loss": cross_entropy, "target": "y"}, table(), fit, "none of them is target='y'"),
-            (
-                {"loss": cross_entropy, "target": "labels"},
-                {"wrong": x, "labels": table()["labels"]},
-                fit,
-                "a batch is a dict, so the network is called with wrong by name, and .* does not take them",
-            ),
-            ({"loss": cross_entropy}, x, fit, r"a pair \(inputs, targets\) for the loss, not a Tensor"),
-            ({"reduction": "mean"}, (x, shift), fit, "the network returns a dict without a `loss`"),
-            ({"training_step": lambda *_: x, "reduction": "mean"}, x, fit, r"returned a Tensor of shape \(22, 4\)"),
-            ({"reduction": "mean"}, table(), {"epochs": 1}, "say batch_size"),
-            ({"reduction": "mean"}, Stream(), {"epochs": 1}, "an IterableDataset gives single samples: say batch_size"),
-            ({"reduction": "mean"}, DataLoader(Rows()), fit, "a DataLoader gives whole batches.*leave batch_size out"),
-            ({"reduction": "mean"}, {**table(), "x": x[:-1]}, fit, r"the same number of samples, not \[21, 22\]"),
-            ({"reduction": "mean"}, [], fit, "the data set is empty"),
-            ({"reduction": "mean"}, iter([]), {"epochs": 1}, "the data gave no batch in epoch 0"),
-            ({"reduction": "mean"}, plain_batches(), {"epochs": 2}, "no batch in epoch 1; an iterator can be gone"),
-            ({"reduction": "mean"}, iter([{"x": object()}]), {"epochs": 1}, r"batch\['x'\] is a object, which cannot be cut"),
-            ({"reduction": "mean"}, 3, {"epochs": 1}, "data must be tensors .*, not a int"),
-        ]
-        for options, data, given, match in cases:
-            with pytest.raises(InputError, match=match):
-                make(**options).fit(data, **given)
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=BATCH, reduction=None)
+    make = partial(Trainer, model, optimizer=SGD)
+    for options, match in (
+        ({}, r"the network's own loss does not tell whether it takes the mean or the sum.*reduction='mean' or"),
+        ({"training_step": step}, "a training_step does not tell"),
+        ({"training_step": step, "loss": cross_entropy}, "a loss or a training_step.*not both"),
+        ({"reduction": "none"}, "reduction must be 'mean' or 'sum'"),
+    ):
+        with pytest.raises(InputError, match=match):
+            make(**options)
+    cases: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
+        ({"loss": cross_entropy}, table(), fit, "a dict of x, shift, labels; say which of them is the target"),
+        ({"loss": cross_entropy, "target": "y"}, table(), fit, "none of them is target='y'"),
+        (
+            {"loss": cross_entropy, "target": "labels"},
+            {"wrong": x, "labels": table()["labels"]},
+            fit,
+            "a batch is a dict, so the network is called with wrong by name, and .* does not take them",
+        ),
+        ({"loss": cross_entropy}, x, fit, r"a pair \(inputs, targets\) for the loss, not a Tensor"),
+        ({"reduction": "mean"}, (x, shift), fit, "the network returns a dict without a `loss`"),
+        ({"training_step": lambda *_: x, "reduction": "mean"}, x, fit, r"returned a Tensor of shape \(22, 4\)"),
+        ({"reduction": "mean"}, table(), {"epochs": 1}, "say batch_size"),
+        ({"reduction": "mean"}, Stream(), {"epochs": 1}, "an IterableDataset gives single samples: say batch_size"),
+        ({"reduction": "mean"}, DataLoader(Rows()), fit, "a DataLoader gives whole batches.*leave batch_size out"),
+        ({"reduction": "mean"}, {**table(), "x": x[:-1]}, fit, r"the same number of samples, not \[21, 22\]"),
+        ({"reduction": "mean"}, [], fit, "the data set is empty"),
+        ({"reduction": "mean"}, iter([]), {"epochs": 1}, "the data gave no batch in epoch 0"),
+        ({"reduction": "mean"}, plain_batches(), {"epochs": 2}, "no batch in epoch 1; an iterator can be gone"),
+        ({"reduction": "mean"}, iter([{"x": object()}]), {"epochs": 1}, r"batch\['x'\] is a object, which cannot be cut"),
+        ({"reduction": "mean"}, 3, {"epochs": 1}, "data must be tensors .*, not a int"),
+    ]
+    for options, data, given, match in cases:
+        with pytest.raises(InputError, match=match):
+            make(**options).fit(data, **given)
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("replicas", [False, True])
-def test_loaders_that_differ_are_found(world: World, replicas: bool) -> None:
+def test_loaders_that_differ_are_found(comm: AbstractCommunicator, replicas: bool) -> None:
     """Also where each rank is a replica of its own, because every rank has loaded the whole batch."""
     built = network()
+    last = comm.size - 1
+    other = comm.rank == last
+    layout = some_layouts(comm.size)[1 if replicas else 0]
 
-    def body(comm: AbstractCommunicator) -> None:
-        last = comm.size - 1
-        other = comm.rank == last
-        layout = some_layouts(comm.size)[1 if replicas else 0]
+    def loader(seed: int) -> Any:
+        return DataLoader(Rows(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
-        def loader(seed: int) -> Any:
-            return DataLoader(Rows(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(seed))
+    def trainer() -> Trainer:
+        return Trainer(tiled(built, comm, layout=layout, batch_size=BATCH, reduction=None), optimizer=SGD, reduction="mean")
 
-        def trainer() -> Trainer:
-            return Trainer(tiled(built, comm, layout=layout, batch_size=BATCH, reduction=None), optimizer=SGD, reduction="mean")
-
-        with pytest.raises(InputError, match=f"different batches: rank {last} has other samples than rank 0"):
-            trainer().fit(loader(5 if other else 3), epochs=1)
-        short = list(plain_batches())[: 2 if other else 3]
-        with pytest.raises(InputError, match=rf"in epoch 0, those of rank {last} end after batch 2, those of rank 0 do not"):
-            trainer().fit(iter(short), epochs=1)
-        with pytest.raises(InputError, match=rf"those of rank {last} end after batch 2"):
-            trainer().evaluate(iter(short))
-        with pytest.raises(InputError, match=rf"those of rank {last} end after batch 0"):
-            trainer().fit(iter([] if other else short), epochs=1)
-
-    world(body)
+    with pytest.raises(InputError, match=f"different batches: rank {last} has other samples than rank 0"):
+        trainer().fit(loader(5 if other else 3), epochs=1)
+    short = list(plain_batches())[: 2 if other else 3]
+    with pytest.raises(InputError, match=rf"in epoch 0, those of rank {last} end after batch 2, those of rank 0 do not"):
+        trainer().fit(iter(short), epochs=1)
+    with pytest.raises(InputError, match=rf"those of rank {last} end after batch 2"):
+        trainer().evaluate(iter(short))
+    with pytest.raises(InputError, match=rf"those of rank {last} end after batch 0"):
+        trainer().fit(iter([] if other else short), epochs=1)
 
 
 def test_a_batch_is_cut_in_its_structure() -> None:

@@ -25,6 +25,8 @@ from tatami.train import METRICS, Callback, LRSchedulerConfig, ModelCheckpoint, 
 from tatami.train.evaluating import accuracy
 from tiled_rig import some_layouts, tiled
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 SAMPLES = 24
 SGD = partial(torch.optim.SGD, lr=0.2)
 network = partial(mlp, 4, 8, 2)
@@ -72,7 +74,6 @@ class Told(Callback):
         self.told.append(("exception", str(error)))
 
 
-@pytest.mark.ranks(1, 2)
 def test_the_hooks_are_called_in_their_order(comm: AbstractCommunicator) -> None:
     told = Told()
     trainer = trainer_of(comm, callbacks=[told], retile=Retiler(every=3))
@@ -108,33 +109,25 @@ def test_a_callback_on_any_rank_stops_all(comm: AbstractCommunicator) -> None:
     assert (len(history.losses), history.stopped) == (3, "callback")
 
 
-@pytest.mark.ranks(1, 2)
-def test_early_stopping_is_wired_in_and_resumed(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("stopping")
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        for monitor, mode in (("loss", "max"), ("train_loss", "max")):
-            stopping = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
-            checkpoint = ModelCheckpoint(dirpath=place / monitor)
-            trainer = trainer_of(comm, callbacks=[stopping], checkpoint=checkpoint)
-            history = trainer.fit(inputs(), batch_size=SAMPLES, epochs=9, validation=inputs())
-            assert (len(history.losses), history.stopped) == (3, "callback")
-            again = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
-            trainer_of(comm, callbacks=[again], checkpoint=checkpoint).fit(
-                inputs(), batch_size=SAMPLES, iterations=3, resume=True, validation=inputs()
-            )
-            assert again.state_dict() == stopping.state_dict()
-            assert again.num_bad == 2
-        with pytest.raises(InputError, match="EarlyStopping monitors 'f1', but an epoch gives train_loss, loss"):
-            trainer_of(comm, callbacks=[EarlyStopping(comm, monitor="f1")]).fit(
-                inputs(), batch_size=8, epochs=1, validation=inputs()
-            )
-
-    world(body)
+def test_early_stopping_is_wired_in_and_resumed(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    for monitor, mode in (("loss", "max"), ("train_loss", "max")):
+        stopping = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
+        checkpoint = ModelCheckpoint(dirpath=tmp_path / monitor)
+        trainer = trainer_of(comm, callbacks=[stopping], checkpoint=checkpoint)
+        history = trainer.fit(inputs(), batch_size=SAMPLES, epochs=9, validation=inputs())
+        assert (len(history.losses), history.stopped) == (3, "callback")
+        again = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
+        trainer_of(comm, callbacks=[again], checkpoint=checkpoint).fit(
+            inputs(), batch_size=SAMPLES, iterations=3, resume=True, validation=inputs()
+        )
+        assert again.state_dict() == stopping.state_dict()
+        assert again.num_bad == 2
+    with pytest.raises(InputError, match="EarlyStopping monitors 'f1', but an epoch gives train_loss, loss"):
+        trainer_of(comm, callbacks=[EarlyStopping(comm, monitor="f1")]).fit(
+            inputs(), batch_size=8, epochs=1, validation=inputs()
+        )
 
 
-@pytest.mark.ranks(1, 2)
 def test_schedules_by_step_by_epoch_and_by_a_plateau(comm: AbstractCommunicator) -> None:
     def rates(**options: Any) -> list[float]:
         seen: list[float] = []
@@ -179,7 +172,6 @@ class Ticking:
 
 
 @pytest.mark.parametrize("max_time", [20, "20 s", timedelta(seconds=20)])
-@pytest.mark.ranks(1, 2)
 def test_a_limit_of_time_is_that_of_rank_0(world: World, max_time: Any) -> None:
     def body(comm: AbstractCommunicator) -> int:
         trainer = trainer_of(comm, clock=Ticking(comm.rank))
@@ -194,18 +186,11 @@ def test_a_limit_of_time_is_that_of_rank_0(world: World, max_time: Any) -> None:
     assert len(set(found)) == 1
 
 
-@pytest.mark.ranks(1, 2)
-def test_checkpoints_by_time(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("time")
-
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        checkpoint = ModelCheckpoint(dirpath=place, train_time_interval="10 s", keep=9)
-        trainer_of(comm, clock=Ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
-        comm.barrier()
-        assert 3 <= len(list(place.iterdir())) < 9
-
-    world(body)
+def test_checkpoints_by_time(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, train_time_interval="10 s", keep=9)
+    trainer_of(comm, clock=Ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
+    comm.barrier()
+    assert 3 <= len(list(tmp_path.iterdir())) < 9
 
 
 @pytest.mark.ranks(1, 3)
@@ -244,7 +229,6 @@ def test_the_axis_of_classes_is_found_or_asked_for() -> None:
         METRICS["mean_squared_error"](torch.zeros(2, 3), torch.zeros(2))
 
 
-@pytest.mark.ranks(1, 2)
 def test_loggers_get_the_numbers_of_rank_0(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[str, dict[str, float], int]] = []
     board = SimpleNamespace(run=None, log=lambda numbers, step: logged.append(("wandb", numbers, step)))

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import with_shards
-from networks import GPT, Written
+from networks import GPT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tatami
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami import outputs
 from tatami.checkpoints import files as checkpoint_files
 from tatami.comm import AbstractCommunicator, run_threads
@@ -24,11 +24,12 @@ from tatami.errors import CheckpointError, InputError
 from tatami.parallel import ResumableLoader, SynchronizedSampler
 from tatami.records import Records
 from tatami.state.training_state import share_out
-from tatami.testing.worlds import World
 from tatami.tiling import Layout
 from tatami.train import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, tile, whole_state_dict
 from tatami.train.checkpointing import TrainingCheckpoints
 from tiled_rig import assert_close, simple_layout, some_layouts, tiled
+
+pytestmark = pytest.mark.ranks(1, 2)
 
 SAMPLES, BATCH = 22, 8
 ADAM = partial(torch.optim.Adam, lr=0.02, eps=1e-6)
@@ -51,11 +52,6 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
     return x, torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64)
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
 
 
 class Noted(Callback):
@@ -128,13 +124,12 @@ class LosesPower(Callback):
 
 @pytest.mark.parametrize("kind", ["tensors", "loader", "resumable"])
 @pytest.mark.ranks(1, 2, 3)
-def test_the_numbers_of_the_run_that_was_not_interrupted(comm: AbstractCommunicator, folder: Path, kind: str) -> None:
+def test_the_numbers_of_the_run_that_was_not_interrupted(comm: AbstractCommunicator, tmp_path: Path, kind: str) -> None:
     """Three batches in an epoch; saved after 2 of them (in mid-epoch), 4 (in mid-epoch) and 6 (at its end)."""
-    place: Path = comm.bcast_object(folder)
     for index, layout in enumerate(some_layouts(comm.size)[-2:]):
         straight, expected, _, noted = run(comm, None, layout, kind=kind)
         for iterations in (2, 3, 5):
-            where = place / f"{index}-{iterations}"
+            where = tmp_path / f"{index}-{iterations}"
             first, _, _, _ = run(comm, where, layout, kind=kind, iterations=iterations)
             rest, weights, trainer, again = run(comm, where, layout, kind=kind, resume=True)
             assert first.losses + rest.losses == straight.losses, f"{iterations} on {layout}"
@@ -160,14 +155,13 @@ def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) 
 
 
 @pytest.mark.ranks(2)
-def test_after_an_interrupted_update_the_last_checkpoint_counts(comm: AbstractCommunicator, folder: Path) -> None:
-    place: Path = comm.bcast_object(folder)
+def test_after_an_interrupted_update_the_last_checkpoint_counts(comm: AbstractCommunicator, tmp_path: Path) -> None:
     layout = some_layouts(comm.size)[0]
     straight, expected, _, _ = run(comm, None, layout)
-    trainer = trainer_of(comm, place, layout, Noted(), LosesPower())
+    trainer = trainer_of(comm, tmp_path, layout, Noted(), LosesPower())
     with pytest.raises(LostPowerError):
         trainer.fit(inputs(), batch_size=BATCH, epochs=3)
-    rest, weights, again, _ = run(comm, place, layout, resume=True)
+    rest, weights, again, _ = run(comm, tmp_path, layout, resume=True)
     # That of update 4 is a checkpoint only if all ranks knew in time that it was written.
     assert len(rest.losses) in (5, 7)
     assert rest.losses == straight.losses[-len(rest.losses) :]
@@ -209,39 +203,31 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
             assert_close(found, weights, what=f"weights of {sizes}")
 
 
-@pytest.mark.ranks(1, 2)
-def test_what_replicas_draw_for_themselves_goes_on(world: World, folder: Path) -> None:
+def test_what_replicas_draw_for_themselves_goes_on(comm: AbstractCommunicator, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     # A tiled run cannot draw by a function as one machine does.
     built = Written(lambda own, x: own.net(F.dropout(x, 0.5, own.training)), net=net).double()
+    layout = some_layouts(comm.size)[-1]
 
-    def body(comm: AbstractCommunicator) -> None:
-        place: Path = comm.bcast_object(folder)
-        layout = some_layouts(comm.size)[-1]
+    def losses(where: Path, **options: Any) -> list[float]:
+        """Each run has a seed of its own, so that those that go on must take it from the checkpoint."""
+        model = tile(built, comm, batch_size=BATCH, speeds="equal", layout=layout, random="local", quiet=True)
+        assert model.draws is not None
+        if not options.get("resume"):
+            model.draws.load_state_dict({"seed": 7, "num_passes": 0})
+            torch.manual_seed(7)  # of one rank alone, which draws as the plain model does
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), checkpoint=ModelCheckpoint(dirpath=where))
+        return trainer.fit(inputs(), batch_size=BATCH, epochs=2, **options).losses
 
-        def losses(where: Path, **options: Any) -> list[float]:
-            """Each run has a seed of its own, so that those that go on must take it from the checkpoint."""
-            model = tile(built, comm, batch_size=BATCH, speeds="equal", layout=layout, random="local", quiet=True)
-            assert model.draws is not None
-            if not options.get("resume"):
-                model.draws.load_state_dict({"seed": 7, "num_passes": 0})
-                torch.manual_seed(7)  # of one rank alone, which draws as the plain model does
-            trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), checkpoint=ModelCheckpoint(dirpath=where))
-            return trainer.fit(inputs(), batch_size=BATCH, epochs=2, **options).losses
-
-        straight = losses(place / "straight")
-        assert losses(place / "parts", iterations=4) + losses(place / "parts", resume=True) == straight
-
-    world(body)
+    straight = losses(tmp_path / "straight")
+    assert losses(tmp_path / "parts", iterations=4) + losses(tmp_path / "parts", resume=True) == straight
 
 
-@pytest.mark.ranks(1, 2)
-def test_two_are_kept_and_what_ends_fit_is_saved(comm: AbstractCommunicator, folder: Path) -> None:
-    place: Path = comm.bcast_object(folder)
-    run(comm, place, some_layouts(comm.size)[0], iterations=5)
+def test_two_are_kept_and_what_ends_fit_is_saved(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    run(comm, tmp_path, some_layouts(comm.size)[0], iterations=5)
     comm.barrier()
-    assert sorted(each.name for each in place.iterdir()) == ["step-00000004", "step-00000005"]
-    _, _, trainer, _ = run(comm, place, some_layouts(comm.size)[0], resume=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+    _, _, trainer, _ = run(comm, tmp_path, some_layouts(comm.size)[0], resume=True)
     history = trainer.fit(inputs(), batch_size=BATCH, epochs=3, resume=True)
     assert (history.losses, history.stopped, trainer.iteration) == ([], "epochs", 9)
 
@@ -306,13 +292,11 @@ def test_a_run_that_survives_a_full_disk_goes_on_without_that_checkpoint_but_the
             run_threads(body, size=2)
 
 
-@pytest.mark.ranks(1, 2)
-def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicator, folder: Path) -> None:
-    place: Path = comm.bcast_object(folder)
+def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicator, tmp_path: Path) -> None:
     layout = some_layouts(comm.size)[0]
-    run(comm, place, layout, iterations=2)
+    run(comm, tmp_path, layout, iterations=2)
 
-    def resumed(built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = place) -> None:
+    def resumed(built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = tmp_path) -> None:
         model = tiled(built, comm, layout=layout, batch_size=BATCH)
         before = comm.bcast_object(whole_state_dict(model))
         trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), seed=4)
@@ -327,7 +311,7 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicat
         ({"built": other}, r"(?s)of another network:.*0.weight has shape \(8, 4\), this network needs \(5, 4\)"),
         ({"built": NETWORK, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "this state is of Adam, and the optimizer is SGD"),
         ({"built": NETWORK, "batch_size": 9}, r"within an epoch over other data: batch_size 9 \(was 8\)"),
-        ({"built": NETWORK, "where": place / "nothing"}, "there is no checkpoint in .*nothing"),
+        ({"built": NETWORK, "where": tmp_path / "nothing"}, "there is no checkpoint in .*nothing"),
     ):
         with pytest.raises(CheckpointError, match=match):
             resumed(**arguments)
@@ -335,7 +319,7 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicat
         resumed(NETWORK, where=True)
     comm.barrier()
     if comm.rank == 0:
-        shard = next(iter(place.glob("step-00000002/rank-0000.safetensors")))
+        shard = next(iter(tmp_path.glob("step-00000002/rank-0000.safetensors")))
         shard.write_bytes(shard.read_bytes()[:-1])
     comm.barrier()
     with pytest.raises(CheckpointError, match=r"rank-0000.safetensors is truncated"):

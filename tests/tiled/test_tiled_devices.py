@@ -23,14 +23,14 @@ from tatami.testing.worlds import World
 from tatami.train import IterationPhase, TiledModel, move, tile, whole_state_dict
 from tiled_rig import assert_close, copy_of, draw_batches, simple_layout
 
+pytestmark = [pytest.mark.ranks(3), pytest.mark.threads_only]
+
 MIXTURES: dict[str, Callable[[int], Any]] = {
     "all on the device": lambda rank: DEVICE,  # noqa: ARG005
     "the first on the CPU": lambda rank: DEVICE if rank else "cpu",
 }
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(3)
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_a_run_on_a_device_equals_the_plain_one(world: World, mixture: str) -> None:
     """Linear pairs, dropout, layer norm; gradients of six steps, Adam, three re-tilings, clipping, and the whole weights."""
@@ -77,52 +77,45 @@ def test_a_run_on_a_device_equals_the_plain_one(world: World, mixture: str) -> N
     world(body)
 
 
-def test_tensors_of_a_device_and_of_the_cpu_move_to_each_other() -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with PretendDevice():
-            device = DEVICE if comm.rank else torch.device("cpu")
-            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
-                mine = torch.tensor([comm.rank, 1], dtype=torch.float64).to(dtype).to(device)
-                total = mine.clone()
-                comm.allreduce(total, op=Op.MAX)
-                assert total.device == device
-                assert total.tolist() == torch.tensor([2, 1]).to(dtype).tolist()
-                every = torch.empty(6, dtype=dtype, device=device)
-                comm.allgather(mine, every)
-                assert every.tolist() == torch.tensor([0, 1, 1, 1, 2, 1]).to(dtype).tolist()
-                room = torch.empty(2, 3, dtype=dtype, device=device).t()[:2, 0]  # not contiguous
-                right = comm.irecv(room, (comm.rank - 1) % 3)
-                comm.isend(mine, (comm.rank + 1) % 3).wait()
-                right.wait()
-                assert room.tolist() == torch.tensor([(comm.rank - 1) % 3, 1]).to(dtype).tolist()
-                comm.bcast(total[:1], root=2)
-
-    run_threads(body, size=3)
+def test_tensors_of_a_device_and_of_the_cpu_move_to_each_other(comm: AbstractCommunicator) -> None:
+    with PretendDevice():
+        device = DEVICE if comm.rank else torch.device("cpu")
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            mine = torch.tensor([comm.rank, 1], dtype=torch.float64).to(dtype).to(device)
+            total = mine.clone()
+            comm.allreduce(total, op=Op.MAX)
+            assert total.device == device
+            assert total.tolist() == torch.tensor([2, 1]).to(dtype).tolist()
+            every = torch.empty(6, dtype=dtype, device=device)
+            comm.allgather(mine, every)
+            assert every.tolist() == torch.tensor([0, 1, 1, 1, 2, 1]).to(dtype).tolist()
+            room = torch.empty(2, 3, dtype=dtype, device=device).t()[:2, 0]  # not contiguous
+            right = comm.irecv(room, (comm.rank - 1) % 3)
+            comm.isend(mine, (comm.rank + 1) % 3).wait()
+            right.wait()
+            assert room.tolist() == torch.tensor([(comm.rank - 1) % 3, 1]).to(dtype).tolist()
+            comm.bcast(total[:1], root=2)
 
 
-def test_ranks_say_where_they_compute_and_parts_know_it() -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with PretendDevice():
-            assert not comm.on_devices
-            route = comm.use_device(DEVICE if comm.rank < 2 else "cpu")
-            assert (route.transport, route.why) == (Transport.HOST, "rank 2 of 3 computes on a CPU")
-            part = comm.split(0 if comm.rank < 2 else None)
-            if part is not None:
-                assert part.on_devices
-                assert "ranks 0, 1: a device of kind 'maia'" in part.describe()
-            assert comm.describe().startswith("3 ranks by threads")
-
-    run_threads(body, size=3)
+def test_ranks_say_where_they_compute_and_parts_know_it(comm: AbstractCommunicator) -> None:
+    with PretendDevice():
+        assert not comm.on_devices
+        route = comm.use_device(DEVICE if comm.rank < 2 else "cpu")
+        assert (route.transport, route.why) == (Transport.HOST, "rank 2 of 3 computes on a CPU")
+        part = comm.split(0 if comm.rank < 2 else None)
+        if part is not None:
+            assert part.on_devices
+            assert "ranks 0, 1: a device of kind 'maia'" in part.describe()
+        assert comm.describe().startswith("3 ranks by threads")
 
 
-def test_a_tensor_without_values_is_refused() -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match="allreduce: a tensor of the device 'meta' has a shape and no values"):
-            comm.allreduce(torch.empty(3, device="meta"))
-
-    run_threads(body, size=2)
+@pytest.mark.ranks(2)
+def test_a_tensor_without_values_is_refused(comm: AbstractCommunicator) -> None:
+    with pytest.raises(InputError, match="allreduce: a tensor of the device 'meta' has a shape and no values"):
+        comm.allreduce(torch.empty(3, device="meta"))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("device", "random", "said"),
     [
@@ -131,13 +124,12 @@ def test_a_tensor_without_values_is_refused() -> None:
         ("gpu", "plain", "rank 0 of 2: "),
     ],
 )
-def test_what_is_not_done_on_a_device_is_refused_on_all_ranks(device: Any, random: Any, said: str) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        with PretendDevice(), pytest.raises(InputError, match=said):
-            tile(network, comm, batch_size=4, random=random, device=device if comm.rank == 0 else "cpu")
-
-    run_threads(body, size=2)
+def test_what_is_not_done_on_a_device_is_refused_on_all_ranks(
+    comm: AbstractCommunicator, device: Any, random: Any, said: str
+) -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with PretendDevice(), pytest.raises(InputError, match=said):
+        tile(network, comm, batch_size=4, random=random, device=device if comm.rank == 0 else "cpu")
 
 
 class Marks(AbstractStopwatch):
@@ -181,24 +173,21 @@ def test_a_loop_that_never_ends_an_iteration_keeps_few_marks() -> None:
     assert phases.finish_iteration().forward_s == (3 * 4096 + 1) ** 2 - 1, "none was lost"
 
 
-def test_stages_hand_tensors_of_a_device_over_in_host_memory() -> None:
+@pytest.mark.ranks(2)
+def test_stages_hand_tensors_of_a_device_over_in_host_memory(comm: AbstractCommunicator) -> None:
     parcel = Parcel(value=3, micro_batch=0, source=0, target=1)
-
-    def body(comm: AbstractCommunicator) -> None:
-        comm.use_device(MIXTURES["the first on the CPU"](comm.rank))
-        with PretendDevice():
-            channel = CommChannel(comm, ranks_of=[[0], [1]], wire=torch.bfloat16)
-            if comm.rank:
-                came: Any = channel.receive(parcel)
-                assert (came.device, came.dtype, came.tolist()) == (DEVICE, torch.float32, [[1.0, 2.0]])
-                channel.send(replace(parcel, backward=True), came.t())
-            else:
-                channel.send(parcel, torch.tensor([[1.0, 2.0]], dtype=torch.float32, device="cpu"))
-                back: Any = channel.receive(replace(parcel, backward=True))
-                assert (back.device.type, back.tolist()) == ("cpu", [[1.0], [2.0]])
-            channel.flush()
-
-    run_threads(body, size=2)
+    comm.use_device(MIXTURES["the first on the CPU"](comm.rank))
+    with PretendDevice():
+        channel = CommChannel(comm, ranks_of=[[0], [1]], wire=torch.bfloat16)
+        if comm.rank:
+            came: Any = channel.receive(parcel)
+            assert (came.device, came.dtype, came.tolist()) == (DEVICE, torch.float32, [[1.0, 2.0]])
+            channel.send(replace(parcel, backward=True), came.t())
+        else:
+            channel.send(parcel, torch.tensor([[1.0, 2.0]], dtype=torch.float32, device="cpu"))
+            back: Any = channel.receive(replace(parcel, backward=True))
+            assert (back.device.type, back.tolist()) == ("cpu", [[1.0], [2.0]])
+        channel.flush()
 
 
 def test_ranks_as_threads_go_backward_in_their_own_thread() -> None:

@@ -72,59 +72,37 @@ def batches_of(data: st.DataObject, network: Network, dtype: torch.dtype) -> lis
     return [*batches[:-1], (batches[-1][0][:last], batches[-1][1][:last])]
 
 
-@pytest.mark.ranks(1, 2, 3, 4, 5, 6)
-@property_test
-@given(network=networks(), name=st.sampled_from(sorted(optimizers(torch.float64))), data=st.data())
-def test_tiled_runs_equal_plain_runs(world: World, network: Network, name: str, data: st.DataObject) -> None:
-    dtype, network = draw_dtype(data, network)
-    layout = data.draw(layouts(world.size), label="layout")
-    check_tiled_run(
-        world,
-        network,
-        batches_of(data, network, dtype),
-        layouts_of_steps=[layout] * STEPS,
-        optimizer=optimizers(dtype)[name],
-        reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
-        dtype=dtype,
-        uneven=data.draw(st.booleans(), label="uneven"),
-    )
-
-
-@pytest.mark.ranks(2, 3, 4, 5, 6)
-@property_test
-@given(network=networks(), data=st.data())
-def test_whole_retilings_in_mid_run_change_nothing(world: World, network: Network, data: st.DataObject) -> None:
-    dtype, network = draw_dtype(data, network)
-    first, second, third = (data.draw(layouts(world.size), label="layout") for _ in range(3))
-    check_tiled_run(
-        world,
-        network,
-        batches_of(data, network, dtype),
-        layouts_of_steps=[first, first, second, third, third],
-        optimizer=optimizers(dtype)[data.draw(st.sampled_from(sorted(optimizers(dtype))), label="optimizer")],
-        reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
-        dtype=dtype,
-    )
-
-
-@pytest.mark.ranks(2, 3, 4, 5, 6)
-@property_test
-@given(network=networks(), data=st.data())
-def test_replica_retilings_in_mid_run_change_nothing(world: World, network: Network, data: st.DataObject) -> None:
-    first = data.draw(layouts(world.size), label="layout")
+def drawn_layouts(data: st.DataObject, size: int, kind: str) -> list[Layout]:
+    """One for each step: the same, or others in mid-run, of other ranks and replicas, or of other heights alone."""
+    first = data.draw(layouts(size), label="layout")
+    if kind == "one":
+        return [first] * STEPS
+    if kind == "whole":
+        second, third = (data.draw(layouts(size), label="layout") for _ in range(2))
+        return [first, first, second, third, third]
     replicas = []
     for replica in first.replicas:
         weights = data.draw(st.lists(st.integers(1, 6), min_size=len(replica.heights), max_size=len(replica.heights)))
         replicas.append(replace(replica, heights=tuple(weight / sum(weights) for weight in weights)))
     second = Layout(replicas=tuple(replicas))
+    return [first, first, second, second, first]
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5, 6)
+@pytest.mark.parametrize("kind", ["one", "whole", "replicas"])
+@property_test
+@given(network=networks(), name=st.sampled_from(sorted(optimizers(torch.float64))), data=st.data())
+def test_tiled_runs_equal_plain_runs(world: World, kind: str, network: Network, name: str, data: st.DataObject) -> None:
+    dtype, network = draw_dtype(data, network)
     check_tiled_run(
         world,
         network,
-        batches_of(data, network, torch.float64),
-        layouts_of_steps=[first, first, second, second, first],
-        optimizer=optimizers(torch.float64)[data.draw(st.sampled_from(["momentum", "adam"]), label="optimizer")],
-        reduction="mean",
-        dtype=torch.float64,
+        batches_of(data, network, dtype),
+        layouts_of_steps=drawn_layouts(data, world.size, kind),
+        optimizer=optimizers(dtype)[name],
+        reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
+        dtype=dtype,
+        uneven=data.draw(st.booleans(), label="uneven"),
     )
 
 

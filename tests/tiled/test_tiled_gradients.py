@@ -340,6 +340,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{what}: {n}: {m}")  # type: ignore[misc]
 
 
+@one_at_a_time
 def expected_of(case: Case, *, apart: bool = False, sizes: Sequence[int] = SIZES) -> list[dict[str, torch.Tensor]]:
     plain = build(case, apart=apart)
     torch.manual_seed(9)
@@ -412,23 +413,19 @@ def uneven(comm: AbstractCommunicator, samples: int) -> slice:
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 @pytest.mark.parametrize("name", CASES)
-def test_so_they_are_in_data_parallel(world: World, name: str, bucket_bytes: int) -> None:
+def test_so_they_are_in_data_parallel(comm: AbstractCommunicator, name: str, bucket_bytes: int) -> None:
     case = CASES[name]
     expected, built = expected_of(case, apart=True, sizes=MANY), build(case, apart=True)
+    models = [DataParallel(deepcopy(network), comm, bucket_bytes=bucket_bytes) for network in built]
 
-    def body(comm: AbstractCommunicator) -> None:
-        models = [DataParallel(deepcopy(network), comm, bucket_bytes=bucket_bytes) for network in built]
+    def cut(_: Any, *tensors: torch.Tensor) -> Any:
+        parts = [tensor[uneven(comm, len(tensor))] for tensor in tensors]
+        return parts[0] if len(parts) == 1 else parts
 
-        def cut(_: Any, *tensors: torch.Tensor) -> Any:
-            parts = [tensor[uneven(comm, len(tensor))] for tensor in tensors]
-            return parts[0] if len(parts) == 1 else parts
-
-        train(case, models, cut, sizes=MANY)
-        for model, state in zip(models, expected, strict=True):
-            assert_equal(model.module.state_dict(), state, name)
-            model.close()
-
-    world(body)
+    train(case, models, cut, sizes=MANY)
+    for model, state in zip(models, expected, strict=True):
+        assert_equal(model.module.state_dict(), state, name)
+        model.close()
 
 
 class Weighted:
@@ -446,20 +443,16 @@ STEPPED = ["gan", "wgan", "chained", "twice", "stepped", "distilled", "squares o
 
 
 @pytest.mark.parametrize("name", STEPPED)
-def test_so_they_are_with_a_multi_node_optimizer(world: World, name: str) -> None:
+def test_so_they_are_with_a_multi_node_optimizer(comm: AbstractCommunicator, name: str) -> None:
     case = CASES[name]
     expected, built = expected_of(case), build(case)
+    models, here = [deepcopy(network) for network in built], [0]
 
-    def body(comm: AbstractCommunicator) -> None:
-        models, here = [deepcopy(network) for network in built], [0]
+    def cut(_: Any, *tensors: torch.Tensor) -> Any:
+        parts = [tensor[uneven(comm, len(tensor))] for tensor in tensors]
+        here[0] = len(parts[0])
+        return parts[0] if len(parts) == 1 else parts
 
-        def cut(_: Any, *tensors: torch.Tensor) -> Any:
-            parts = [tensor[uneven(comm, len(tensor))] for tensor in tensors]
-            here[0] = len(parts[0])
-            return parts[0] if len(parts) == 1 else parts
-
-        train(case, models, cut, wrap=lambda optimizer: Weighted(optimizer, comm, lambda: here[0]))
-        for model, state in zip(models, expected, strict=True):
-            assert_equal(model.state_dict(), state, name)
-
-    world(body)
+    train(case, models, cut, wrap=lambda optimizer: Weighted(optimizer, comm, lambda: here[0]))
+    for model, state in zip(models, expected, strict=True):
+        assert_equal(model.state_dict(), state, name)

@@ -17,6 +17,8 @@ from tatami.runtime.losses import LossReduction
 from tatami.testing.worlds import World
 from tatami.train import find_blocks, tile
 
+pytestmark = pytest.mark.threads_only
+
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
@@ -105,13 +107,11 @@ def test_a_network_with_adapters_of_peft_is_split_as_the_network_itself() -> Non
     }
 
 
-@pytest.mark.threads_only  # each process would follow all of them again
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_networks_of_hugging_face_equal_the_plain_ones(world: World, name: str) -> None:
     check_case(world, CASES[name])
 
 
-@pytest.mark.threads_only
 @pytest.mark.parametrize(("reduction", "recomputes"), [("sum", False), ("sum", True), ("mean", False), ("mean", True)])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
 def test_networks_that_round_to_single_precision_inside_equal_the_plain_ones(

@@ -1,39 +1,39 @@
 """`random="local"`: layers that cannot draw as the plain model does draw for each replica by itself, its ranks alike."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Written
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
 from tatami.train import TiledModel, find_blocks, tile
 from tiled_rig import simple_layout
 
+pytestmark = pytest.mark.ranks(2)
+
 P = 0.5
 
 
-class Noisy(nn.Module):
+def noisy(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An LSTM with dropout inside, and a functional one; the second result tells what was dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=P, batch_first=True)
-        self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dropped = F.dropout(torch.ones_like(x), P, self.training)
-        output, _ = self.lstm(x)
-        return self.head(output[:, -1]), dropped
+    dropped = F.dropout(torch.ones_like(x), P, net.training)
+    output, _ = net.lstm(x)
+    return net.head(output[:, -1]), dropped
 
 
 @one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(1)
-    return Noisy()
+    return Written(
+        noisy,
+        lstm=nn.LSTM(3, 4, num_layers=2, dropout=P, batch_first=True),
+        head=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+    )
 
 
 def passes(model: TiledModel, x: torch.Tensor, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -84,7 +84,6 @@ def test_without_it_the_error_says_so() -> None:
     assert find_blocks(network(), sample=torch.rand(4, 5, 3), random="local").blocks
 
 
-@pytest.mark.ranks(2)
 def test_random_draws_of_another_kind(comm: AbstractCommunicator) -> None:
     with pytest.raises(InputError, match="random must be 'plain' or 'local', not 'none'"):
         tile(network(), comm, batch_size=4, speeds="equal", random="none")  # type: ignore[arg-type]
@@ -147,7 +146,6 @@ def test_a_network_that_draws_and_mixes_its_samples_is_still_told_apart() -> Non
         find_blocks(Mixing(), sample=torch.rand(6, 5), random="local")
 
 
-@pytest.mark.ranks(2)
 def test_sparse_gradients_are_refused_by_name(comm: AbstractCommunicator) -> None:
     layout = simple_layout([0], [1])
     pair = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

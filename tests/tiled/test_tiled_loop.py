@@ -7,15 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import SAMPLES, check_equal, check_loop
-from networks import Written
 from torch import nn
 
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
 from tatami.tiling import Layout
-from tatami.train import TiledModel, move, whole_state_dict
-from tiled_rig import assert_close, copy_of, optimizers, simple_layout, some_layouts, tiled
+from tatami.train import move, whole_state_dict
+from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
 
 
 def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -154,18 +153,14 @@ def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> N
     check_loop(world, build, loop, seed=11)
 
 
-def test_without_gradients_a_replica_computes_whatever_it_shares(world: World) -> None:
+def test_without_gradients_a_replica_computes_whatever_it_shares(comm: AbstractCommunicator) -> None:
     expected = mlp()(x_of(5, 4)).detach()
     built = mlp()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
-        if model.tile is None:
-            return
-        with torch.no_grad():
-            assert_close({"out": model(x_of(5, 4))}, {"out": expected}, what="output")
-
-    world(body)
+    model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+    if model.tile is None:
+        return
+    with torch.no_grad():
+        assert_close({"out": model(x_of(5, 4))}, {"out": expected}, what="output")
 
 
 def test_layers_shared_by_name_stay_shared(world: World) -> None:
@@ -246,17 +241,11 @@ def test_a_rank_that_is_left_out_holds_no_rows(comm: AbstractCommunicator) -> No
         assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
 
 
-def test_the_given_model_is_not_changed_and_may_be_of_any_dtype(world: World) -> None:
-    built = [copy_of(mlp(seed)) for seed in range(world.size)]
-
-    def body(comm: AbstractCommunicator) -> TiledModel | None:
-        mine = built[comm.rank]
-        before = {name: value.clone() for name, value in mine.state_dict().items()}
-        model = tiled(mine, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
-        assert all(torch.equal(before[name], value) for name, value in mine.state_dict().items())
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
-        whole = comm.bcast_object(whole_state_dict(model))
-        assert_close(whole, built[0].state_dict(), what="everyone starts from rank 0")
-        return None
-
-    world(body)
+def test_the_given_model_is_not_changed_and_may_be_of_any_dtype(comm: AbstractCommunicator) -> None:
+    mine = mlp(comm.rank)
+    before = {name: value.clone() for name, value in mine.state_dict().items()}
+    model = tiled(mine, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+    assert all(torch.equal(before[name], value) for name, value in mine.state_dict().items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    whole = comm.bcast_object(whole_state_dict(model))
+    assert_close(whole, mlp(0).state_dict(), what="everyone starts from rank 0")

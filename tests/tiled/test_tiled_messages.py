@@ -1,26 +1,30 @@
-"""How often ranks talk.
+"""How often ranks talk, and how many bytes: exchanges for each pair and phase, and half the bytes where a wire is named."""
 
-One tensor-parallel exchange for each pair forward, one backward where the input needs a gradient, and at most one message of
-the gradient sums from one neighbour to another in each of its phases."""
-
+import functools
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 from drawing import mlp
+from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import ClosedError
+from tatami.errors import ClosedError, InputError, PlanError
 from tatami.runtime.gradient_exchange import GradientExchange
 from tatami.runtime.rows import ONE_EACH, Rows, UnitRuns
 from tatami.runtime.vector_sum import VectorSum
 from tatami.testing.worlds import World
-from tatami.tiling import Layout, Tiling
-from tatami.tiling.traffic import sum_algorithm
-from tatami.train import move, whole_state_dict
-from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
+from tatami.tiling import AlphaBetaCost, Layout, Tiling, time_bound_s, traffic_of, volume_bytes
+from tatami.tiling.traffic import size_digits, sizes_of, sum_algorithm
+from tatami.train import Trainer, move, tile, whole_state_dict
+from tatami.workload import WIRES, Workload, net_workload
+from tiled_rig import Placed, assert_close, gradients, hosts_of, simple_layout, some_layouts, tiled, whole_gradients
 
 SECOND = UnitRuns(axis=1, runs=ONE_EACH.runs)
 
@@ -195,3 +199,167 @@ def test_sums_are_those_of_all_ranks_and_the_same_bits_on_each(
         else:
             assert torch.equal(mine, expected)
         assert all(torch.equal(mine, other) for other in comm.allgather_object(mine))
+
+
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""Half a unit in the last place, relative."""
+on_ranks = pytest.mark.mpi
+
+
+def drawn(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("size", [7, 20_000])
+def test_a_replica_sums_what_was_rounded(comm: AbstractCommunicator, wire: str, size: int) -> None:
+    """Rounded, added up in float32, rounded: to the bit, and so on every rank. What is exact, or a library sums, is not."""
+    own = drawn(comm.rank, size)
+    replica = VectorSum(Placed(comm, hosts=hosts_of(comm.size, "apart")), wire=wire)
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[wire]
+    for exact in (False, True):
+        summed = own.clone()
+        replica.sum_(summed, exact=exact)
+        expected = torch.zeros(size)
+        for rank in range(comm.size):
+            expected += drawn(rank, size) if exact else drawn(rank, size).to(half).float()
+        assert torch.equal(summed, expected if exact else expected.to(half).float())
+    if comm.size > 2:
+        summed = own.clone()
+        VectorSum(Placed(comm, hosts=hosts_of(comm.size, "one")), wire=wire).sum_(summed)
+        assert torch.allclose(summed, sum((drawn(rank, size) for rank in range(comm.size)), torch.zeros(size)), atol=1e-5)
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("elements", [3, 20_000])
+def test_owners_end_with_the_same_bits(comm: AbstractCommunicator, wire: str, elements: int) -> None:
+    """Replicas of one rank (C = 2: swapped; more: reduced and given back); replicated gradients that ride, or are too large."""
+    names = [f"p{rank}" for rank in range(comm.size)]
+    tilings: list[Tiling] = [simple_layout(*([rank] for rank in range(comm.size))).cut(samples=8, units=9)]
+    placed = Placed(comm, hosts=hosts_of(comm.size, "apart"))
+    exchange = GradientExchange(placed, tilings=tilings, names=names, wire=wire)
+    rows = drawn(comm.rank, 9, 5)
+    told = torch.zeros(comm.size)
+    told[comm.rank] = 200.0 + comm.rank
+    replicated, heard = exchange.sum([[Rows(rows, ONE_EACH)]], [drawn(comm.rank, elements), told])
+    assert heard.tolist() == [200.0 + rank for rank in range(comm.size)]
+    for summed, shape in ((rows, (9, 5)), (replicated, (elements,))):
+        assert summed.dtype is torch.float32
+        parts = [drawn(rank, *shape) for rank in range(comm.size)]
+        bound = sum(part.abs() for part in parts) * 2 * ROUNDING[wire] * 1.01 + 1e-6
+        assert bool(((summed - sum(parts)).abs() <= bound).all())
+        assert all(torch.equal(summed, other) for other in comm.allgather_object(summed))
+
+
+@on_ranks
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_gradients_are_about_those_of_the_plain_run(world: World) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5), nn.LayerNorm(5), nn.Linear(5, 4))
+    x = drawn(0, 24, 6)
+    torch.autograd.backward(plain(x).square().mean())
+    expected = gradients(plain)
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            placed = Placed(comm, hosts=hosts_of(comm.size, "apart"))
+            model = tiled(plain, placed, layout=layout, batch_size=24, wire="bfloat16")
+            torch.autograd.backward(model(model.local(x)).square().mean())
+            for name, grad in whole_gradients(model).items():
+                wanted = expected[name]
+                assert grad is not None
+                assert wanted is not None
+                assert (grad - wanted).abs().max() <= 0.03 * wanted.abs().max(), name
+            last = comm.allgather_object(model.module.get_parameter("4.weight").grad)
+            assert all(torch.equal(each, last[0]) for each in last)
+
+    world(body)
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3)
+def test_the_loss_and_the_number_of_samples_are_exact(world: World) -> None:
+    """bfloat16 cannot tell 301 from 302; the loss is the one of the run that rounds nothing, where nothing was rounded yet."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))
+    x, y = drawn(0, 301, 6), drawn(1, 301, 5)
+
+    def body(comm: AbstractCommunicator) -> None:
+        row = simple_layout(*([rank] for rank in range(comm.size)))
+        placed = Placed(comm, hosts=hosts_of(comm.size, "apart"))
+        losses = []
+        for wire in (None, "bfloat16"):
+            model = tiled(plain, placed, layout=row, batch_size=301, wire=wire)
+            trainer = Trainer(model, optimizer=functools.partial(torch.optim.SGD, lr=0.1), loss=nn.MSELoss())
+            losses.append(trainer.fit((x, y), batch_size=301, iterations=4).losses)
+        assert losses[0][0] == losses[1][0]
+        assert losses[0][2] == pytest.approx(losses[1][2], rel=1e-3)
+        last = comm.size - 1
+        with pytest.raises(InputError, match=rf"rank {last} has 302 samples, rank 0 has 301"):  # in the 5th pass, by what rides
+            torch.autograd.backward(model(model.local(drawn(0, 301 + (comm.rank == last), 6))).square().mean())
+
+    world(body)
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3)
+def test_gradients_of_frozen_parameters_do_not_travel(world: World) -> None:
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5), nn.Linear(5, 4))
+
+    def body(comm: AbstractCommunicator) -> None:
+        row = simple_layout(*([rank] for rank in range(comm.size)))
+        sent = []
+        for frozen in ((), (0,), (0, 3)):
+            for index in range(4):
+                built[index].requires_grad_(index not in frozen)
+            model = tiled(built, Placed(comm, hosts=hosts_of(comm.size, "apart")), layout=row, batch_size=6)
+            assert isinstance(model.comm, Placed)
+            model.comm.calls.clear()
+            torch.autograd.backward(model(model.local(drawn(0, 6, 6))).square().mean())
+            sent.append(sum(comm.allgather_object(model.comm.size_bytes("isend"))))
+        # Of 12 units with 7 weights each; then of 24 more replicated weights. Each tensor that is left out is a number less.
+        told = 2 * (comm.size - 1) * 2
+        assert sent[0] - sent[1] == 4 * (2 * (comm.size - 1) * 12 * 7 + told)
+        assert sent[1] - sent[2] == 4 * (2 * (comm.size - 1) * 24 + told)
+
+    world(body)
+
+
+@given(samples=st.lists(st.integers(0, 2**40 - 1)), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_numbers_of_samples_survive_every_wire(samples: list[int], dtype: torch.dtype) -> None:
+    digits = [digit for each in samples for digit in size_digits(each)]
+    assert sizes_of(torch.tensor(digits, dtype=dtype).tolist()) == samples
+
+
+def test_plans_know_of_the_wire() -> None:
+    """Half the bytes in what is described, in its price and in what no tiling can beat."""
+    exact = net_workload("20-40-20-40-8", samples=4096)
+    halved = replace(exact, wire="bfloat16")
+    layout = simple_layout([0, 1], [2, 3])
+    cluster = Cluster.from_speeds([1.0] * 4)
+    names = [processor.name for processor in cluster.processors]
+
+    def facts(workload: Workload) -> tuple[float, float, float, float]:
+        tilings = layout.cut_blocks(workload)
+        traffic = traffic_of(tilings, workload=workload, names=names, hosts={name: name for name in names})
+        units = sum(each.element_bytes * (each.schedule.size - each.riders) for each in traffic.sums)
+        cost = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
+        bound_s = time_bound_s(cluster, workload=workload, cost=AlphaBetaCost())
+        return units, volume_bytes(layout, workload=workload, cluster=cluster), cost.tensor_parallel + cost.gradients, bound_s
+
+    one, other = facts(exact), facts(halved)
+    assert other[:2] == (one[0] / 2, one[1] / 2)
+    assert 0.4 * one[2] < other[2] < 0.7 * one[2]
+    assert other[3] <= one[3]
+
+
+def test_other_wires_are_refused(comm: AbstractCommunicator) -> None:
+    with pytest.raises(PlanError, match=r"wire must be bfloat16 or float16, or None: .* not 'int8'"):
+        Workload(samples=3, wire="int8")
+    with pytest.raises(PlanError, match="not 'float8'"):
+        tile(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), comm, batch_size=9, wire="float8")

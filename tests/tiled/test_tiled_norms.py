@@ -13,14 +13,12 @@ from torch import nn
 
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import CommError, ModelError, TrainingError
+from tatami.errors import CommError, TrainingError
 from tatami.runtime import torch_norms
 from tatami.testing.worlds import World
 from tatami.tiling import Layout
 from tatami.train import TiledModel, move
 from tiled_rig import simple_layout, some_layouts, tiled
-
-NORM_TYPES = [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0]
 
 
 @one_at_a_time
@@ -48,6 +46,19 @@ def clip_of(model: Any, way: str) -> Callable[..., Any]:
     return partial(torch.nn.utils.clip_grad_norm_, model.parameters())
 
 
+def clip_norm(parameters: Any, max_norm: float, **options: Any) -> Any:
+    """torch's function as it is when it is called: Tatami has replaced it by then."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
+
+
+def clip_by(model: nn.Module, **options: Any) -> Any:
+    return clip_norm(model.parameters(), 0.01, **options)
+
+
+def clip_by_model(model: Any, norm_type: float) -> Any:
+    return clip_of(model, "model")(0.01, norm_type)
+
+
 def as_on_one_machine(world: World, use: Callable[[Any], Any], *, retile: bool = False) -> None:
     """`use(model)` after a backward pass returns the same number, and leaves the same gradients, as on the plain model."""
 
@@ -61,59 +72,32 @@ def as_on_one_machine(world: World, use: Callable[[Any], Any], *, retile: bool =
     check_loop(world, network, loop)
 
 
-@pytest.mark.parametrize(
-    ("norm_type", "foreach"),
-    [
-        (1.0, None),
-        (2.0, None),
-        (2.0, False),
-        (2.0, True),
-        (3.5, None),
-        (math.inf, False),
-        (math.inf, True),
-        (-math.inf, True),
-        (0.0, None),
-    ],
-)
-def test_clip_grad_norm_of_torch(world: World, norm_type: float, foreach: bool | None) -> None:
-    def clip(model: nn.Module) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=norm_type, foreach=foreach)
-
-    as_on_one_machine(world, clip)
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"norm {norm_type}, foreach {foreach}": partial(clip_by, norm_type=norm_type, foreach=foreach)
+        for norm_type, foreach in [
+            *((1.0, None), (2.0, None), (2.0, False), (2.0, True), (3.5, None)),
+            *((math.inf, False), (math.inf, True), (-math.inf, True), (0.0, None)),
+        ]
+    },
+    **{
+        f"norm {norm_type} of the model": partial(clip_by_model, norm_type=norm_type)
+        for norm_type in (1.0, 2.0, 3.5, math.inf, -math.inf, 0.0)
+    },
+    "some parameters": lambda model: sum(clip_norm(layers_of(model)[layer].parameters(), 0.01) for layer in (-1, 2)),
+    "one tensor": lambda model: clip_norm(next(layers_of(model)[0].parameters()), 0.01),
+    "value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01) or 1.0,
+}
 
 
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_clip_grad_norm_of_the_model(world: World, norm_type: float) -> None:
-    as_on_one_machine(world, lambda model: clip_of(model, "model")(0.01, norm_type))
+@pytest.mark.parametrize("how", CLIPS)
+def test_clipping(world: World, how: str) -> None:
+    as_on_one_machine(world, CLIPS[how])
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_clipping_after_a_retiling(world: World, max_norm: float) -> None:
-    as_on_one_machine(world, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), retile=True)
-
-
-def test_clip_grad_norm_of_some_parameters(world: World) -> None:
-    def clip(model: nn.Module) -> torch.Tensor:
-        layers = layers_of(model)
-        last = torch.nn.utils.clip_grad_norm_(layers[-1].parameters(), 0.01)
-        return last + torch.nn.utils.clip_grad_norm_(layers[2].parameters(), 0.01)
-
-    as_on_one_machine(world, clip)
-
-
-def test_clip_grad_norm_of_one_tensor(world: World) -> None:
-    def clip(model: nn.Module) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(next(layers_of(model)[0].parameters()), 0.01)
-
-    as_on_one_machine(world, clip)
-
-
-def test_clip_grad_value(world: World) -> None:
-    def clip(model: nn.Module) -> float:
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        return 1.0
-
-    as_on_one_machine(world, clip)
+    as_on_one_machine(world, lambda model: clip_norm(model.parameters(), max_norm), retile=True)
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.utils, "get_total_norm"), reason="this torch has no get_total_norm")
@@ -205,21 +189,6 @@ def test_a_norm_that_one_rank_alone_asks_for_ends_with_an_error(comm: AbstractCo
         with pytest.raises(CommError):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     comm.barrier()
-
-
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.Adafactor])
-def test_optimizers_that_look_at_whole_weights_are_refused_in_loops_written_by_hand(
-    comm: AbstractCommunicator, optimizer: Any
-) -> None:
-    built = network()
-    model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
-    backward(model, model.local)
-    before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
-        optimizer(model.parameters(), lr=0.1).step(lambda: torch.tensor(1.0))
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
-    optimizer([nn.Parameter(torch.ones(2, 2))], lr=0.1).step(lambda: torch.tensor(1.0))
 
 
 def test_a_torch_that_clips_in_another_way_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

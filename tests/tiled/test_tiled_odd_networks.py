@@ -13,18 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import check_case, check_equal, check_loop, loss_of, random_layout
-from networks import Case, Fused, Written, build, reals
+from networks import Case, Fused, build, reals
 from torch import nn
 
 import tatami
-from drawing import one_at_a_time
-from tatami.comm import AbstractCommunicator, run_threads
+from drawing import Written, one_at_a_time
+from tatami.comm import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.model.describing import describe
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica
 from tatami.train import find_blocks, tile, workload_of
 from tiled_rig import assert_close, simple_layout
+
+pytestmark = [pytest.mark.ranks(2), pytest.mark.threads_only]
 
 Forward = Callable[..., Any]
 
@@ -130,17 +132,16 @@ def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_lef
 
 
 @pytest.mark.parametrize(("forward", "fits", "other"), [(keeping_a_mean, "mean", "sum"), (keeping_a_sum, "sum", "mean")])
-def test_a_number_that_is_kept_must_be_what_the_reduction_says(forward: Forward, fits: Any, other: Any) -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        torch.manual_seed(0)
-        model = paired(forward)
-        with pytest.raises(ModelError, match=f"is the {fits} of what its samples give, and the reduction is '{other}'"):
-            tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=other)
-        tiled = tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=fits)
-        with pytest.raises(ModelError, match=f"the reduction is '{other}'"):
-            tiled.reduction = other
-
-    run_threads(body, size=2)
+def test_a_number_that_is_kept_must_be_what_the_reduction_says(
+    comm: AbstractCommunicator, forward: Forward, fits: Any, other: Any
+) -> None:
+    torch.manual_seed(0)
+    model = paired(forward)
+    with pytest.raises(ModelError, match=f"is the {fits} of what its samples give, and the reduction is '{other}'"):
+        tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=other)
+    tiled = tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=fits)
+    with pytest.raises(ModelError, match=f"the reduction is '{other}'"):
+        tiled.reduction = other
 
 
 @pytest.mark.parametrize("forward", [moving_mean, moving_mean_in_place])
@@ -185,18 +186,11 @@ class Beside(nn.Module):
         return x + self.out(y) + self.down(F.gelu(self.up(h)))
 
 
-class Summed(nn.Module):
+def summed_forward(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Attention in Einstein's notation, whose last weight has an axis of heads and one of their elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False), nn.Linear(12, 12)
-        self.out = nn.Parameter(torch.randn(3, 4, 12) / 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each(x).view(x.shape[0], x.shape[1], 3, 4) for each in (self.q, self.k, self.v))
-        weights = torch.einsum("b i h d, b j h d -> b h i j", q, k).softmax(-1)
-        return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), self.out)
+    q, k, v = (each(x).view(x.shape[0], x.shape[1], 3, 4) for each in (net.q, net.k, net.v))
+    weights = torch.einsum("b i h d, b j h d -> b h i j", q, k).softmax(-1)
+    return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), net.out)
 
 
 def viewed() -> nn.Module:
@@ -257,13 +251,22 @@ ODD = {
         draw=reals(4, 7),
         blocks=("convolution pair",),
     ),
-    "summed": Case(build=Summed, draw=reals(5, 12), blocks=("attention",)),
+    "summed": Case(
+        build=lambda: Written(
+            summed_forward,
+            q=nn.Linear(12, 12, bias=False),
+            k=nn.Linear(12, 12, bias=False),
+            v=nn.Linear(12, 12),
+            out=nn.Parameter(torch.randn(3, 4, 12) / 4),
+        ),
+        draw=reals(5, 12),
+        blocks=("attention",),
+    ),
     "counting heads": Case(build=CountingHeads, draw=reals(5, 12), blocks=("attention",)),
     "viewed": Case(build=viewed, draw=reals(36), blocks=("convolution pair", "linear pair")),
 }
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", sorted(ODD))
 def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
@@ -272,7 +275,6 @@ def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
     check_case(world, ODD[name])
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", sorted(ODD))
 def test_a_rank_that_has_all_units_sums_with_those_of_its_replica_that_have_none(world: World, name: str) -> None:
@@ -319,7 +321,6 @@ def written(forward: Forward) -> nn.Module:
     return paired(forward).double()
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_penalty_on_weights_that_could_be_split_counts_all_of_them(world: World) -> None:
     def forward(net: Any, x: torch.Tensor) -> Any:
@@ -329,7 +330,6 @@ def test_a_penalty_on_weights_that_could_be_split_counts_all_of_them(world: Worl
     trained_alike(world, lambda: written(forward), lambda _, output: output)
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_loss_that_is_kept_in_the_network_is_weighed_like_its_result(world: World) -> None:
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -340,7 +340,6 @@ def test_a_loss_that_is_kept_in_the_network_is_weighed_like_its_result(world: Wo
     trained_alike(world, lambda: written(forward), lambda net, output: output.mean() + net.extra)
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(3)
 def test_a_network_that_has_run_before_can_be_tiled_with_what_it_holds(world: World) -> None:
     """As those with torch's older weight normalization, which keeps the weight that it computed, with its history."""
@@ -356,20 +355,16 @@ def test_a_network_that_has_run_before_can_be_tiled_with_what_it_holds(world: Wo
     trained_alike(world, make, lambda _, output: output.square().mean())
 
 
-def test_what_cannot_be_copied_is_named() -> None:
+@pytest.mark.ranks(1)
+def test_what_cannot_be_copied_is_named(comm: AbstractCommunicator) -> None:
     class Locked(nn.Linear):
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("cannot pickle a lock")
 
-    def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"cannot be copied.*TypeError: cannot pickle a lock"):
-            tile(Locked(2, 2), comm, batch_size=2, speeds="equal")
-
-    run_threads(body, size=1)
+    with pytest.raises(InputError, match=r"cannot be copied.*TypeError: cannot pickle a lock"):
+        tile(Locked(2, 2), comm, batch_size=2, speeds="equal")
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(world: World) -> None:
     def forward(net: Any, x: torch.Tensor) -> Any:
         h = torch.relu(net.a(x))
@@ -395,8 +390,6 @@ def test_embeddings_that_count_their_samples_are_refused(options: dict[str, Any]
         find_blocks(nn.Sequential(nn.Embedding(5, 4, **options), nn.Linear(4, 2)))
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
     """Also where that axis happens to be as long as this rank's samples are many."""
 
@@ -434,22 +427,15 @@ def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() 
     assert ["tanh" in program for program in programs] == [False, True]
 
 
-class Sliced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.rand(6, 6) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights[1:]:
-            x = torch.tanh(x @ weight)
-        return x
+def sliced(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for weight in net.weights[1:]:
+        x = torch.tanh(x @ weight)
+    return x
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_a_slice_of_a_list_of_parameters_has_their_gradients(world: World) -> None:
     torch.manual_seed(0)
-    network = Sliced().double()
+    network = Written(sliced, weights=nn.ParameterList(torch.rand(6, 6) for _ in range(3))).double()
     x = torch.rand(4, 6, dtype=torch.float64)
     check_once(world, partial(copy.deepcopy, network), x, layouts=lambda _: [simple_layout([0], [1])])
 
@@ -468,7 +454,6 @@ class Normalized(nn.Module):
         return self.c(self.other(self.b(torch.tanh(self.drop(self.norm(self.a(x)))))))
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("early", [False, True])
 def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: World, early: bool) -> None:
@@ -501,8 +486,6 @@ def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: Wo
     )
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
     torch.manual_seed(0)
     model, x = Normalized(drop=0.5), torch.rand(4, 2, 5, 5)
@@ -517,8 +500,6 @@ def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World
     world(body)
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 def test_a_bilinear_layer_may_be_frozen_inside_of_a_split_module(world: World) -> None:
     @one_at_a_time
     def make() -> nn.Module:

@@ -13,11 +13,12 @@ import tatami.runtime.overlapped_sums
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, TrainingError
 from tatami.gradients import buckets
-from tatami.testing.worlds import World
 from tatami.tiling import Layout
 from tatami.train import TiledModel, move, tile
 from tatami.workload import WIRES
 from tiled_rig import assert_close, simple_layout
+
+pytestmark = pytest.mark.ranks(2, 3)
 
 STEPS, SAMPLES = 6, 8
 
@@ -104,7 +105,6 @@ def test_weights_are_those_of_one_machine_though_a_layer_is_left_out_of_some_ste
     assert_close(found, expected(), what="weights")
 
 
-@pytest.mark.ranks(2, 3)
 def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     """What is equal on all ranks is not summed again."""
     model, inner = tiled(comm)
@@ -113,36 +113,22 @@ def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     assert_close(found, expected(), what="weights")
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) -> None:
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        network = perceptron()
-        model = tile(network, comm, batch_size=SAMPLES, layout=flat(comm.size), speeds="equal", reduction="mean", quiet=True)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        are_used = []
-        for step in range(9):
-            if step in (3, 6):
-                move(model, simple_layout(range(comm.size)) if step == 3 else flat(comm.size), optimizer=optimizer)
-            x, y = model.local(*batch(step))
-            optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            are_used.append(model._overlapped is not None and model._overlapped._buckets is not None)
-        assert are_used[:3] == are_used[6:] == [True] * 3
-        return model.module.state_dict()
-
-    plain = perceptron()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(comm: AbstractCommunicator) -> None:
+    model = tile(perceptron(), comm, batch_size=SAMPLES, layout=flat(comm.size), speeds="equal", reduction="mean", quiet=True)
+    plain, are_used = perceptron(), []
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
     for step in range(9):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
-        optimizer.step()
-    for found in world(body):
-        assert_close(found, plain.state_dict(), what="weights")
+        if step in (3, 6):
+            move(model, simple_layout(range(comm.size)) if step == 3 else flat(comm.size), optimizer=optimizers[0])
+        for each, optimizer, (x, y) in zip((model, plain), optimizers, (model.local(*batch(step)), batch(step)), strict=True):
+            optimizer.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(each(x), y))
+            optimizer.step()
+        are_used.append(model._overlapped is not None and model._overlapped._buckets is not None)
+    assert are_used[:3] == are_used[6:] == [True] * 3
+    assert_close(model.module.state_dict(), plain.state_dict(), what="weights")
 
 
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_ranks_that_were_given_batches_of_different_sizes_are_told(comm: AbstractCommunicator, passes: int) -> None:
     """Before, when, and after they learn the order of gradients."""
@@ -155,31 +141,28 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(comm: Abstrac
         torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(
+    comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the ranks still learn the order of gradients nothing has left, and the pass can be repeated."""
     monkeypatch.setattr(tatami.runtime.overlapped_sums, "usual_bucket_bytes", lambda *_: 8)
-
-    def body(comm: AbstractCommunicator) -> None:
-        model, inner = tiled(comm)
-        x, y = model.local(*batch(0))
-        found = []
-        for step in range(5):
-            model.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            if step in (1, 4):
-                inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
-                with pytest.raises(KeyError, match="broken off"):
-                    torch.autograd.backward(loss)
-                continue
-            torch.autograd.backward(loss)
-            found.append([parameter.grad for parameter in inner.trunk.parameters()])
-        for before, after in zip(found[0], found[1], strict=True):
-            torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
-        with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
-            model(x)
-
-    world(body)
+    model, inner = tiled(comm)
+    x, y = model.local(*batch(0))
+    found = []
+    for step in range(5):
+        model.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        if step in (1, 4):
+            inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
+            with pytest.raises(KeyError, match="broken off"):
+                torch.autograd.backward(loss)
+            continue
+        torch.autograd.backward(loss)
+        found.append([parameter.grad for parameter in inner.trunk.parameters()])
+    for before, after in zip(found[0], found[1], strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+    with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
+        model(x)
 
 
 def _fail(_: torch.Tensor) -> None:
@@ -220,7 +203,6 @@ def test_half_precision_leaves_early_and_is_rounded_twice(comm: AbstractCommunic
         assert all(torch.equal(one, other.to(half).double()) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16])
 def test_buckets_carry_numbers_of_samples_that_no_float_has(comm: AbstractCommunicator, wire: torch.dtype | None) -> None:
     bucket = buckets.BucketSet(comm, [torch.zeros(3)], bucket_bytes=1 << 20, wire=wire, algorithm=None, has_numbers=True)

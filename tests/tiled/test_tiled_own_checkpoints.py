@@ -20,6 +20,8 @@ from tatami.tiling import Layout, StagedLayout
 from tatami.train import TiledModel, whole_state_dict
 from tiled_rig import assert_close, simple_layout, some_layouts, staged, tiled
 
+pytestmark = [pytest.mark.ranks(2), pytest.mark.threads_only]
+
 SAMPLES, BATCH, EPOCHS, SAVED_AT = 22, 8, 3, 4
 """Three batches an epoch: the checkpoint is in the middle of the second."""
 FOUR_RANKS = simple_layout((1, 3), (0, 2), widths=(0.6, 0.4))
@@ -133,20 +135,18 @@ def test_a_run_of_four_ranks_goes_on_on_any_ranks_and_layout(size: int, saved: s
                 assert_close(ended, weights, what=f"{size} ranks, {layout}")
 
 
-def test_all_random_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    def body(comm: AbstractCommunicator) -> Any:
-        first = tiled(NETWORK, comm, layout=simple_layout((0,)), batch_size=BATCH)
-        other = tiled(NETWORK, comm, layout=simple_layout((0,)), batch_size=BATCH)
-        models = [first, other]
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
-        assert tatami.load_training(tmp_path, models, optimizers) is None
-        tatami.save_training(tmp_path, models, optimizers, step=3)
-        drawn = torch.rand(3), torch.rand(3, generator=other.generator)
-        tatami.load_training(tmp_path, models, optimizers)
-        again = torch.rand(3), torch.rand(3, generator=other.generator)
-        assert all(torch.equal(*pair) for pair in zip(drawn, again, strict=True))
-
-    run_threads(body, size=1)
+@pytest.mark.ranks(1)
+def test_all_random_states_are_those_of_the_checkpoint(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    first = tiled(NETWORK, comm, layout=simple_layout((0,)), batch_size=BATCH)
+    other = tiled(NETWORK, comm, layout=simple_layout((0,)), batch_size=BATCH)
+    models = [first, other]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+    assert tatami.load_training(tmp_path, models, optimizers) is None
+    tatami.save_training(tmp_path, models, optimizers, step=3)
+    drawn = torch.rand(3), torch.rand(3, generator=other.generator)
+    tatami.load_training(tmp_path, models, optimizers)
+    again = torch.rand(3), torch.rand(3, generator=other.generator)
+    assert all(torch.equal(*pair) for pair in zip(drawn, again, strict=True))
 
 
 WRONG: dict[str, tuple[type[Exception], str, Callable[[Path, TiledModel, torch.optim.Optimizer], object]]] = {
@@ -181,39 +181,31 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Path, TiledModel, torch.o
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_would_be_loaded_wrongly_is_refused(what: str, tmp_path: Path) -> None:
+def test_what_would_be_loaded_wrongly_is_refused(comm: AbstractCommunicator, what: str, tmp_path: Path) -> None:
     kind, told, call = WRONG[what]
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(NETWORK, comm, layout=simple_layout((0, 1)), batch_size=BATCH)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        tatami.save_training(tmp_path, model, optimizer, step=1)
-        with pytest.raises(kind, match=told):
-            call(tmp_path, model, optimizer)
-
-    run_threads(body, size=2)
+    model = tiled(NETWORK, comm, layout=simple_layout((0, 1)), batch_size=BATCH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tatami.save_training(tmp_path, model, optimizer, step=1)
+    with pytest.raises(kind, match=told):
+        call(tmp_path, model, optimizer)
 
 
-def test_a_state_dict_is_loaded_where_it_is_from_and_nowhere_else(tmp_path: Path) -> None:
+def test_a_state_dict_is_loaded_where_it_is_from_and_nowhere_else(comm: AbstractCommunicator, tmp_path: Path) -> None:
     """Also as a copy, through a file, and as an average; by a part of equal size, which fits in shape."""
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(NETWORK, comm, layout=simple_layout((0, 1)), batch_size=BATCH)
-        own = model.state_dict()
-        theirs = comm.allgather_object(encode(own))[1 - comm.rank]
-        averaged = {name: 0.3 * value + 0.7 * value.clone() for name, value in own.items()}
-        for state in (own, copy.deepcopy(own), own.copy(), averaged, decode(encode(own))):
-            model.load_state_dict(state)
-        before = copy.deepcopy(model.state_dict())
-        here = "0 to 3" if comm.rank == 0 else "4 to 7"
-        with pytest.raises(CheckpointError, match=rf"units . to . of 8 of block 0, and this rank holds units {here} of 8"):
-            model.load_state_dict(decode(theirs))
-        assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
-        store = tatami.MultiNodeCheckpoint(tmp_path, comm, replica_sets=[])
-        with pytest.raises(CheckpointError, match="ranks 0 and 1 are said to hold the same state"):
-            store.save(1, {"model": model.state_dict()})
-
-    run_threads(body, size=2)
+    model = tiled(NETWORK, comm, layout=simple_layout((0, 1)), batch_size=BATCH)
+    own = model.state_dict()
+    theirs = comm.allgather_object(encode(own))[1 - comm.rank]
+    averaged = {name: 0.3 * value + 0.7 * value.clone() for name, value in own.items()}
+    for state in (own, copy.deepcopy(own), own.copy(), averaged, decode(encode(own))):
+        model.load_state_dict(state)
+    before = copy.deepcopy(model.state_dict())
+    here = "0 to 3" if comm.rank == 0 else "4 to 7"
+    with pytest.raises(CheckpointError, match=rf"units . to . of 8 of block 0, and this rank holds units {here} of 8"):
+        model.load_state_dict(decode(theirs))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    store = tatami.MultiNodeCheckpoint(tmp_path, comm, replica_sets=[])
+    with pytest.raises(CheckpointError, match="ranks 0 and 1 are said to hold the same state"):
+        store.save(1, {"model": model.state_dict()})
 
 
 def test_saving_a_part_of_the_weights_warns_at_the_line_that_saves(recwarn: pytest.WarningsRecorder) -> None:

@@ -14,14 +14,13 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Written
 from torch import nn
 
 import drawing
+from drawing import Written
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError
-from tatami.testing.worlds import World
 from tatami.train import TiledModel, Trainer, find_blocks, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
@@ -30,115 +29,140 @@ pytestmark = pytest.mark.ranks(2)
 mlp = partial(drawing.mlp, 4, 8, 2, dtype=torch.float32)
 
 
-def refuses(world: World, error: type[Exception], match: str, body: Callable[[AbstractCommunicator], object]) -> None:
-    """Every rank raises the same error."""
-
-    def expecting(comm: AbstractCommunicator) -> None:
-        with pytest.raises(error, match=match):
-            body(comm)
-
-    world(expecting)
+def made(comm: AbstractCommunicator, network: nn.Module | None = None, **options: Any) -> TiledModel:
+    return tile(mlp() if network is None else network, comm, **{"batch_size": 8, "speeds": "equal", **options})
 
 
 SPEEDS = "speeds must be a Cluster, a number > 0 for each rank, 'measure' or 'equal'"
 
 
 @pytest.mark.parametrize(
-    ("speeds", "error", "match"),
+    ("speeds", "match"),
     [
-        ([1.0], PlanError, "2 ranks but 1 speeds"),
-        ([1.0, 2.0, 3.0], PlanError, "2 ranks but 3 speeds"),
-        (Cluster.from_speeds([1.0]), PlanError, "2 ranks but 1 speeds"),
-        ([1.0, 0.0], PlanError, f"{SPEEDS}; speeds[1] must be > 0, not 0"),
-        ([1.0, -2.0], PlanError, f"{SPEEDS}; speeds[1] must be > 0, not -2"),
-        ([1.0, float("nan")], PlanError, f"{SPEEDS}; speeds[1] must be a finite number > 0, not nan"),
-        (["1", "2"], PlanError, f"{SPEEDS}; speeds[0] must be a number > 0, not '1'"),
-        ([[1.0, 1.0]], PlanError, f"{SPEEDS}; speeds[0] must be a number > 0, not [1.0, 1.0]"),
-        ([1.0, None], PlanError, f"{SPEEDS}; speeds[1] must be a number > 0, not None"),
-        ([], PlanError, f"{SPEEDS}, not []"),
-        (None, PlanError, f"{SPEEDS}, not None"),
-        (2, PlanError, f"{SPEEDS}, not 2"),
-        ({"p0": 1.0, "p1": 1.0}, PlanError, f"{SPEEDS}, not {{'p0': 1.0, 'p1': 1.0}}"),
-        ("fast", PlanError, f"{SPEEDS}, not 'fast'"),
+        ([1.0], "2 ranks but 1 speeds"),
+        ([1.0, 2.0, 3.0], "2 ranks but 3 speeds"),
+        (Cluster.from_speeds([1.0]), "2 ranks but 1 speeds"),
+        ([1.0, 0.0], f"{SPEEDS}; speeds[1] must be > 0, not 0"),
+        ([1.0, -2.0], f"{SPEEDS}; speeds[1] must be > 0, not -2"),
+        ([1.0, float("nan")], f"{SPEEDS}; speeds[1] must be a finite number > 0, not nan"),
+        (["1", "2"], f"{SPEEDS}; speeds[0] must be a number > 0, not '1'"),
+        ([[1.0, 1.0]], f"{SPEEDS}; speeds[0] must be a number > 0, not [1.0, 1.0]"),
+        ([1.0, None], f"{SPEEDS}; speeds[1] must be a number > 0, not None"),
+        ([], f"{SPEEDS}, not []"),
+        (None, f"{SPEEDS}, not None"),
+        (2, f"{SPEEDS}, not 2"),
+        ({"p0": 1.0, "p1": 1.0}, f"{SPEEDS}, not {{'p0': 1.0, 'p1': 1.0}}"),
+        ("fast", f"{SPEEDS}, not 'fast'"),
     ],
 )
-def test_speeds_that_can_not_be(world: World, speeds: Any, error: type[Exception], match: str) -> None:
-    refuses(world, error, f"{re.escape(match)}(; give|$)", lambda comm: tile(mlp(), comm, batch_size=8, speeds=speeds))
+def test_speeds_that_can_not_be(comm: AbstractCommunicator, speeds: Any, match: str) -> None:
+    with pytest.raises(PlanError, match=f"{re.escape(match)}(; give|$)"):
+        made(comm, speeds=speeds)
+
+
+def drops(net: Any, x: torch.Tensor) -> Any:
+    return net.down(F.dropout(net.up(x), 0.5))
+
+
+def trainer(comm: AbstractCommunicator, **options: Any) -> Trainer:
+    return Trainer(mlp(), comm=comm, **{"optimizer": torch.optim.Adam, "loss": nn.MSELoss(), **options})
+
+
+def stack(*layers: nn.Module) -> Callable[[Any], object]:
+    return lambda comm: made(comm, nn.Sequential(*layers))
+
+
+INEXACT: list[tuple[Any, ...]] = [
+    (r"layer 1 \(SyncBatchNorm\) takes its statistics over the batch", nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 4)),
+    (r"layer 1 \(InstanceNorm1d\) keeps running stat", nn.Linear(4, 8), nn.InstanceNorm1d(8, track_running_stats=True)),
+    (r"layer 1 \(AlphaDropout\)", nn.Linear(4, 8), nn.AlphaDropout(), nn.Linear(8, 4)),
+    (r"layer 1 \(RReLU\)", nn.Linear(4, 8), nn.RReLU(), nn.Linear(8, 4)),
+    (r"layer 3 \(LSTM\) draws random", nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LSTM(4, 4, 2, dropout=0.5)),
+    (r"layer 0 \(Embedding\) has sparse", nn.Embedding(4, 4, sparse=True), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+]
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
+    "planner": (PlanError, "no planner 'best'.*srpm", lambda comm: made(comm, planner="best")),
+    "reduction": (InputError, "reduction must be 'mean' or 'sum'.*'none'", lambda comm: made(comm, reduction="none")),
+    "dropout": (
+        ModelError,
+        r"calls dropout \(node dropout\)",
+        lambda comm: made(comm, Written(drops, up=nn.Linear(4, 8), down=nn.Linear(8, 4))),
+    ),
+    "order": (InputError, r"not \w+Communicator and Sequential", lambda comm: tile(comm, mlp(), batch_size=8)),  # type: ignore[arg-type]
+    "no ranks": (InputError, "not Sequential and NoneType", lambda _: tile(mlp(), None, batch_size=8)),  # type: ignore[arg-type]
+    "function": (
+        InputError,
+        r"not a function that returns int and \w+",
+        lambda comm: tile(lambda: 3, comm, batch_size=8),  # type: ignore[arg-type,return-value]
+    ),
+    "tiled": (InputError, "this model is tiled already", lambda comm: made(comm, made(comm, quiet=True), quiet=True)),
+    "class of a loss": (
+        InputError,
+        r"the loss is the class MSELoss; give one of it: MSELoss\(\)",
+        lambda comm: trainer(comm, loss=nn.MSELoss),
+    ),
+    "name of an optimizer": (
+        InputError,
+        "optimizer must be one of torch's, .* not 'adam'",
+        lambda comm: trainer(comm, optimizer="adam").fit((torch.ones(8, 4), torch.ones(8, 2)), batch_size=8, epochs=1),
+    ),
+    **{f"layer {index}": (ModelError, match, stack(*layers)) for index, (match, *layers) in enumerate(INEXACT)},
+}
+DISAGREEING: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
+    "batch size": (
+        PlanError,
+        "rank 0 has batch_size 8, rank 1 has batch_size 9",
+        lambda comm: made(comm, batch_size=8 + comm.rank),
+    ),
+    "speeds": (
+        PlanError,
+        "rank 0 has speeds .*, rank 1 has speeds .*; all ranks must have the same",
+        lambda comm: made(comm, speeds=[1.0] * (comm.size - 1) + [2.0 + comm.rank]),
+    ),
+    "network": (
+        InputError,
+        r"tatami.tile: rank 0 has 0.weight \(8, 4\) float32, rank 1 has 0.weight \(9, 4\) float32",
+        lambda comm: made(comm, drawing.mlp(4, 8 + comm.rank, 2, dtype=torch.float32)),
+    ),
+}
 
 
 @pytest.mark.ranks(1, 2)
-def test_unknown_planners_and_reductions(world: World) -> None:
-    refuses(
-        world,
-        PlanError,
-        "no planner 'best'.*srpm",
-        lambda comm: tile(mlp(), comm, batch_size=8, speeds="equal", planner="best"),
-    )
-    refuses(
-        world,
-        InputError,
-        "reduction must be 'mean' or 'sum'.*'none'",
-        lambda comm: tile(mlp(), comm, batch_size=8, speeds="equal", reduction="none"),  # type: ignore[arg-type]
-    )
-
-
-@pytest.mark.ranks(3)
-def test_more_ranks_than_samples_share_them_or_are_left_out(world: World) -> None:
-    network, x = mlp(), torch.arange(8.0).view(2, 4) / 8
-
-    def body(comm: AbstractCommunicator) -> float:
-        model = tile(network, comm, batch_size=2, speeds="equal", reduction="mean", quiet=True)
-        loss = model(model.local(x)).square().mean()
-        torch.autograd.backward(loss)
-        return model.global_loss(loss)
-
-    assert world(body) == pytest.approx([network(x).square().mean().item()] * 3, rel=1e-6)
-
-
-@pytest.mark.ranks(3)
-def test_more_ranks_than_units_have_replicas_of_their_own(world: World) -> None:
-    narrow = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
-
-    def body(comm: AbstractCommunicator) -> int:
-        model = tile(narrow, comm, batch_size=9, speeds="equal", reduction="mean", quiet=True)
-        x = torch.arange(36.0).view(9, 4) / 36
-        loss = model(model.local(x)).square().mean()
-        loss.backward()
-        whole = narrow(x).square().mean()
-        wanted = torch.autograd.grad(whole, list(narrow.parameters()))
-        if len(model.tiling.replicas[model.tile.replica]) == 1:  # type: ignore[union-attr]
-            for got, want in zip(model.parameters(), wanted, strict=True):
-                torch.testing.assert_close(got.grad, want)
-        return len(model.tiling.tiles)
-
-    assert world(body) == [3] * 3
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_exact_or_cannot_be_is_refused_by_name(comm: AbstractCommunicator, what: str) -> None:
+    error, match, call = REFUSED[what]
+    with pytest.raises(error, match=match):
+        call(comm)
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_disagree(world: World) -> None:
-    refuses(
-        world,
-        PlanError,
-        "rank 0 has batch_size 8, rank 1 has batch_size 9",
-        lambda comm: tile(mlp(), comm, batch_size=8 + comm.rank, speeds="equal"),
-    )
-    refuses(
-        world,
-        PlanError,
-        "rank 0 has speeds .*, rank 1 has speeds .*; all ranks must have the same",
-        lambda comm: tile(mlp(), comm, batch_size=8, speeds=[1.0] * (comm.size - 1) + [2.0 + comm.rank]),
-    )
-    refuses(
-        world,
-        InputError,
-        r"tatami.tile: rank 0 has 0.weight \(8, 4\) float32, rank 1 has 0.weight \(9, 4\) float32",
-        lambda comm: tile(
-            nn.Sequential(nn.Linear(4, 8 + comm.rank), nn.Tanh(), nn.Linear(8 + comm.rank, 2)),
-            comm,
-            batch_size=8,
-            speeds="equal",
-        ),
-    )
+@pytest.mark.parametrize("what", DISAGREEING)
+def test_ranks_that_disagree(comm: AbstractCommunicator, what: str) -> None:
+    error, match, call = DISAGREEING[what]
+    with pytest.raises(error, match=match):
+        call(comm)
+
+
+@pytest.mark.ranks(3)
+def test_more_ranks_than_samples_share_them_or_are_left_out(comm: AbstractCommunicator) -> None:
+    network, x = mlp(), torch.arange(8.0).view(2, 4) / 8
+    model = tile(network, comm, batch_size=2, speeds="equal", reduction="mean", quiet=True)
+    loss = model(model.local(x)).square().mean()
+    torch.autograd.backward(loss)
+    assert model.global_loss(loss) == pytest.approx(network(x).square().mean().item(), rel=1e-6)
+
+
+@pytest.mark.ranks(3)
+def test_more_ranks_than_units_have_replicas_of_their_own(comm: AbstractCommunicator) -> None:
+    narrow, x = drawing.mlp(4, 2, 2, dtype=torch.float32), torch.arange(36.0).view(9, 4) / 36
+    model = tile(narrow, comm, batch_size=9, speeds="equal", reduction="mean", quiet=True)
+    model(model.local(x)).square().mean().backward()
+    wanted = torch.autograd.grad(narrow(x).square().mean(), list(narrow.parameters()))
+    assert model.tile is not None
+    if len(model.tiling.replicas[model.tile.replica]) == 1:
+        for got, want in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(got.grad, want)
+    assert len(model.tiling.tiles) == 3
 
 
 def test_ranks_wait_longer_for_each_other_while_a_network_is_set_up_and_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,75 +189,29 @@ def test_a_retiling_that_ranks_see_differently(comm: AbstractCommunicator) -> No
         move(model, simple_layout(ranks if comm.rank == 0 else ranks[::-1]), optimizer=None)
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize(
-    ("layers", "match"),
-    [
-        (
-            [nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 4)],
-            r"layer 1 \(SyncBatchNorm\) takes its statistics over the batch",
-        ),
-        (
-            [nn.Linear(4, 8), nn.InstanceNorm1d(8, track_running_stats=True)],
-            r"layer 1 \(InstanceNorm1d\) keeps running statistics",
-        ),
-        ([nn.Linear(4, 8), nn.AlphaDropout(), nn.Linear(8, 4)], r"layer 1 \(AlphaDropout\)"),
-        ([nn.Linear(4, 8), nn.RReLU(), nn.Linear(8, 4)], r"layer 1 \(RReLU\)"),
-        (
-            [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LSTM(4, 4, 2, dropout=0.5)],
-            r"layer 3 \(LSTM\) draws random numbers",
-        ),
-        ([nn.Embedding(4, 4, sparse=True), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)], r"layer 0 \(Embedding\) has sparse"),
-    ],
-)
-def test_networks_that_can_not_be_exact(world: World, layers: list[nn.Module], match: str) -> None:
-    refuses(world, ModelError, match, lambda comm: tile(nn.Sequential(*layers), comm, batch_size=8, speeds="equal"))
-
-
-def test_functional_dropout_is_refused(world: World) -> None:
-    refuses(
-        world,
-        ModelError,
-        r"calls dropout \(node dropout\)",
-        lambda comm: tile(
-            Written(lambda net, x: net.down(F.dropout(net.up(x), 0.5)), up=nn.Linear(4, 8), down=nn.Linear(8, 4)),
-            comm,
-            batch_size=8,
-            speeds="equal",
-        ),
-    )
-
-
-class Noisy(nn.Module):
+def noisy(net: Any, x: torch.Tensor) -> Any:
     """Draws what torch.fx takes for a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.down(torch.relu(self.up(x))) + torch.randn(4)
+    return net.down(torch.relu(net.up(x))) + torch.randn(4)
 
 
-class Quiet(nn.Module):
+def quiet_forward(net: Any, x: torch.Tensor) -> Any:
     """Calls what could draw, and does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, 2, batch_first=True)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.drop(self.lstm(x[:, None])[0])
-        return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
+    x = net.drop(net.lstm(x[:, None])[0])
+    return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
 
 
 def test_noise_that_was_not_seen_is_refused_in_the_first_pass(comm: AbstractCommunicator) -> None:
     line = r"draws random numbers at test_tiled_refused.py:\d+ `return .* torch.randn\(4\)` \(aten.randn.default\)"
-    model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
+    model = tile(Written(noisy, up=nn.Linear(4, 8), down=nn.Linear(8, 4)), comm, batch_size=8, speeds="equal", reduction="mean")
     with pytest.raises(ModelError, match=line):
         model(model.local(torch.ones(8, 4)))
-    model = tile(Quiet(), comm, batch_size=8, speeds="equal", reduction="mean")
+    model = tile(
+        Written(quiet_forward, lstm=nn.LSTM(4, 4, 2, batch_first=True), drop=nn.Dropout(0.5)),
+        comm,
+        batch_size=8,
+        speeds="equal",
+        reduction="mean",
+    )
     assert model(model.local(torch.ones(8, 4))).shape == (4, 4)
 
 
@@ -265,18 +243,17 @@ def test_a_sample_that_the_network_does_not_take(sample: Any) -> None:
         find_blocks(mlp(), sample=sample)
 
 
-def test_what_is_given_in_place_of_a_layout_a_batch_or_a_tile() -> None:
-    def body(comm: AbstractCommunicator) -> None:
-        model = laid(comm)
-        with pytest.raises(PlanError, match=r"takes a tatami.tiling.Layout, .* not \[0.5, 0.5\]"):
-            move(model, [0.5, 0.5], optimizer=None)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"a list of 8 tuples, which seem to be samples.*default_collate"):
-            model.local([(torch.ones(4), torch.tensor(1)) for _ in range(8)])
-        with pytest.raises(ModelError, match=r"these are whole weights, .*load_whole_state_dict\(model, weights\)"):
-            model.load_state_dict(mlp().state_dict())
-        model.load_state_dict(model.state_dict())
-
-    run_threads(body, size=2)
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_what_is_given_in_place_of_a_layout_a_batch_or_a_tile(comm: AbstractCommunicator) -> None:
+    model = laid(comm)
+    with pytest.raises(PlanError, match=r"takes a tatami.tiling.Layout, .* not \[0.5, 0.5\]"):
+        move(model, [0.5, 0.5], optimizer=None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"a list of 8 tuples, which seem to be samples.*default_collate"):
+        model.local([(torch.ones(4), torch.tensor(1)) for _ in range(8)])
+    with pytest.raises(ModelError, match=r"these are whole weights, .*load_whole_state_dict\(model, weights\)"):
+        model.load_state_dict(mlp().state_dict())
+    model.load_state_dict(model.state_dict())
 
 
 FIRST_PASS = """
@@ -386,30 +363,3 @@ def test_an_optimizer_of_the_plain_network_is_refused_in_its_first_step(comm: Ab
         optimizer.step()
     network(torch.ones(8, 4)).mean().backward()
     optimizer.step()  # the plain network may be trained beside it
-
-
-@pytest.mark.ranks(1)
-def test_what_is_not_a_network_or_is_tiled_already(world: World) -> None:
-    refuses(world, InputError, r"not \w+Communicator and Sequential", lambda comm: tile(comm, mlp(), batch_size=8))  # type: ignore[arg-type]
-    refuses(world, InputError, "not Sequential and NoneType", lambda _: tile(mlp(), None, batch_size=8))  # type: ignore[arg-type]
-    refuses(world, InputError, r"not a function that returns int and \w+", lambda c: tile(lambda: 3, c, batch_size=8))  # type: ignore[arg-type,return-value]
-    twice = partial(tile, batch_size=8, speeds="equal", quiet=True)
-    refuses(world, InputError, "this model is tiled already", lambda comm: twice(twice(mlp(), comm), comm))
-
-
-@pytest.mark.ranks(1)
-def test_a_class_in_place_of_a_loss_and_a_name_in_place_of_an_optimizer(world: World) -> None:
-    make: Any = partial(Trainer, mlp(), optimizer=torch.optim.Adam, loss=nn.MSELoss())
-    refuses(
-        world,
-        InputError,
-        r"the loss is the class MSELoss; give one of it: MSELoss\(\)",
-        lambda c: make(comm=c, loss=nn.MSELoss),
-    )
-    data = torch.ones(8, 4), torch.ones(8, 2)
-    refuses(
-        world,
-        InputError,
-        "optimizer must be one of torch's, .* not 'adam'",
-        lambda c: make(comm=c, optimizer="adam").fit(data, batch_size=8, epochs=1),
-    )

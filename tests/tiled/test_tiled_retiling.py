@@ -23,6 +23,8 @@ from tatami.train import Check, IterationPhase, Retiling, TiledModel, Trainer, m
 from tatami.train.own_times import _Probe
 from tiled_rig import assert_close, optimizers, simple_layout, tiled
 
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
 SAMPLES, UNITS = 256, 128
 SPEEDS = [1.0, 1.0, 0.5, 0.25]
 ADAM = optimizers(torch.float64)["adam"]
@@ -127,7 +129,6 @@ def test_a_balanced_run_is_left_alone(comm: AbstractCommunicator) -> None:
     assert len(retiling.checks) == 4
 
 
-@pytest.mark.ranks(2, 3, 4)
 def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> None:
     """From one replica to another of the same ranks: rows of 3 inputs + 1 bias + 2 outputs, in three tensors each for Adam."""
     built = network()
@@ -153,7 +154,6 @@ def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> 
     assert sum(sent for _, sent in results) == (UNITS - kept) * (3 + 1 + 2) * 3 * 8
 
 
-@pytest.mark.ranks(2, 3, 4)
 def test_one_rank_plans_for_all_and_a_plan_that_fails_fails_everywhere(world: World) -> None:
     built = network()
     x, y = data()
@@ -221,7 +221,6 @@ def test_what_a_loop_waits_for_its_own_sum_is_no_compute_time(comm: AbstractComm
     assert own[1:] == pytest.approx([per_work_s] * 3, rel=1e-6)
 
 
-@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_stays_exact(
     world: World, by_hand: bool
@@ -324,36 +323,31 @@ class Breakable(WrappedCommunicator):
         return type(self)(part)
 
 
-@pytest.mark.ranks(2, 3, 4)
-def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(world: World) -> None:
+def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(comm: AbstractCommunicator) -> None:
     """The rows of a moved tile do not come: the model still computes, on the old tiling, what the plain one does."""
     built, expected = network(), trained_plainly(3)
     x, y = data()
-
-    def body(comm: AbstractCommunicator) -> None:
-        ranks = list(range(comm.size))
-        model = tiled(built, Breakable(comm), layout=simple_layout(ranks), batch_size=SAMPLES)
-        link = model.comm
-        assert isinstance(link, Breakable)
-        optimizer = ADAM(model.parameters())
-        for step in range(3):
-            here_x, here_y = model.local(x, y)
-            optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.mse_loss(model(here_x), here_y))
-            if step == 1:
-                before = model.layout, model.tilings, [parameter.clone() for parameter in model.parameters()]
-                link.broken = True
-                with pytest.raises(CommError, match="the link is cut"):
-                    move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer)
-                link.broken = False
-                assert (model.layout, model.tilings) == before[:2]
-                assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before[2], strict=True))
-            optimizer.step()
-            if step == 1:
-                assert move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer).num_units > 0
-        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
-
-    world(body)
+    ranks = list(range(comm.size))
+    model = tiled(built, Breakable(comm), layout=simple_layout(ranks), batch_size=SAMPLES)
+    link = model.comm
+    assert isinstance(link, Breakable)
+    optimizer = ADAM(model.parameters())
+    for step in range(3):
+        here_x, here_y = model.local(x, y)
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(model(here_x), here_y))
+        if step == 1:
+            before = model.layout, model.tilings, [parameter.clone() for parameter in model.parameters()]
+            link.broken = True
+            with pytest.raises(CommError, match="the link is cut"):
+                move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer)
+            link.broken = False
+            assert (model.layout, model.tilings) == before[:2]
+            assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before[2], strict=True))
+        optimizer.step()
+        if step == 1:
+            assert move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer).num_units > 0
+    assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
 
 
 def test_a_rank_that_was_left_out_is_as_slow_as_it_was_known_to_be_until_its_probe_says_otherwise() -> None:

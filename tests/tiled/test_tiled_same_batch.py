@@ -15,7 +15,6 @@ from tatami.comm.agreement import DEBUG_VARIABLE
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.runtime.same_batch import numbers_of
-from tatami.testing.worlds import World
 from tatami.tiling import Layout
 from tatami.train import TiledModel, Trainer
 from tiled_rig import assert_close, gradients, simple_layout, tiled, whole_gradients
@@ -75,22 +74,18 @@ def test_batches_of_other_sizes_are_found_in_every_pass(comm: AbstractCommunicat
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_noise_that_replicas_draw_for_themselves_is_refused_in_debug_mode_only(
-    world: World, monkeypatch: pytest.MonkeyPatch, debug: str
+    comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch, debug: str
 ) -> None:
     monkeypatch.setenv(DEBUG_VARIABLE, debug)
     built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
-        x, y = batch()
-        x = x + comm.rank
-        if debug == "0":
-            step(model, x, y)
-            return
-        with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
-            step(model, x, y)
-
-    world(body)
+    model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
+    x, y = batch()
+    x = x + comm.rank
+    if debug == "0":
+        step(model, x, y)
+        return
+    with pytest.raises(InputError, match="rank 1 has other samples than rank 0"):
+        step(model, x, y)
 
 
 @pytest.mark.ranks(2, 3)

@@ -16,7 +16,7 @@ from test_tiled_trust import Gate
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parametrizations, prune
 
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import TatamiError
 from tatami.testing.worlds import World
@@ -29,22 +29,16 @@ SAMPLES, WIDTH, STEPS = 12, 6, 9
 prune_by_size: Any = prune.l1_unstructured
 
 
-class Attention(nn.Module):
+def attention_forward(net: Any, x: torch.Tensor) -> Any:
     """Causal attention of two heads over three tokens of two numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(2, 24), nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        q, k, v = (each.view(-1, 3, 2, 4).transpose(1, 2) for each in self.inner(x.view(-1, 3, 2)).split(8, -1))
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, 3, 8)
-        return x + self.outer(found).reshape(-1, WIDTH)
+    q, k, v = (each.view(-1, 3, 2, 4).transpose(1, 2) for each in net.inner(x.view(-1, 3, 2)).split(8, -1))
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, 3, 8)
+    return x + net.outer(found).reshape(-1, WIDTH)
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "gate": Gate,
-    "attention": Attention,
+    "attention": lambda: Written(attention_forward, inner=nn.Linear(2, 24), outer=nn.Linear(8, 2)),
     "pair": lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)),
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "norm": lambda: nn.LayerNorm(WIDTH),

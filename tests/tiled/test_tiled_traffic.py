@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from networks import CASES, build
 from torch import nn
 
+from drawing import mlp
 from tatami.cluster import Cluster, Processor
 from tatami.collective import Schedule
 from tatami.comm import AbstractCommunicator, Call, Recording
@@ -111,34 +112,25 @@ def test_a_step_sends_what_is_described(
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(("kind", "wire"), [("one", None), ("one", "bfloat16"), ("apart", None), ("apart", "bfloat16")])
-def test_long_sums_and_large_replicated_gradients_are_described(world: World, kind: str, wire: str | None) -> None:
+def test_long_sums_and_large_replicated_gradients_are_described(
+    comm: AbstractCommunicator, kind: str, wire: str | None
+) -> None:
     """A replica sum of more than 16 KiB, and replicated gradients too large to ride along."""
-    torch.manual_seed(0)
-    built = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 130), nn.Tanh(), nn.Linear(130, 130))
-    hosts = hosts_of(world.size, kind)
-
-    def body(comm: AbstractCommunicator) -> set[SumKind]:
-        for layout in some_layouts(world.size):
-            model = tiled(built, Placed(comm, hosts=hosts), layout=layout, batch_size=60, wire=wire)
-            x = torch.rand(60, 6, generator=torch.Generator().manual_seed(0))
-            check_step(model, x, cluster=cluster_of(hosts))
-        return {each.kind for each in model.traffic.sums}
-
-    assert SumKind.REPLICATED in world(body)[0] or world.size == 2
+    built, hosts = mlp(6, 12, 130, 130, dtype=torch.float32), hosts_of(comm.size, kind)
+    for layout in some_layouts(comm.size):
+        model = tiled(built, Placed(comm, hosts=hosts), layout=layout, batch_size=60, wire=wire)
+        x = torch.rand(60, 6, generator=torch.Generator().manual_seed(0))
+        check_step(model, x, cluster=cluster_of(hosts))
+    assert SumKind.REPLICATED in {each.kind for each in model.traffic.sums} or comm.size == 2
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_network_without_blocks_is_described(world: World) -> None:
-    torch.manual_seed(0)
+def test_a_network_without_blocks_is_described(comm: AbstractCommunicator) -> None:
     plain = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3))
-    layout: Layout = some_layouts(world.size)[1]
-    hosts = hosts_of(world.size, "apart")
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(plain, Placed(comm, hosts=hosts), layout=layout, batch_size=7)
-        check_step(model, torch.rand(7, 5, generator=torch.Generator().manual_seed(0)), cluster=cluster_of(hosts))
-
-    world(body)
+    layout: Layout = some_layouts(comm.size)[1]
+    hosts = hosts_of(comm.size, "apart")
+    model = tiled(plain, Placed(comm, hosts=hosts), layout=layout, batch_size=7)
+    check_step(model, torch.rand(7, 5, generator=torch.Generator().manual_seed(0)), cluster=cluster_of(hosts))
 
 
 @pytest.mark.threads_only  # each process would follow the network again

@@ -1,4 +1,4 @@
-"""The Trainer is the loop that one would write by hand: same losses, same parameters, same evaluation."""
+"""The Trainer is the loop that one would write by hand: same losses, parameters and evaluation; and it learns real data."""
 
 import json
 import os
@@ -16,11 +16,12 @@ from torch import nn
 from drawing import one_at_a_time
 from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, ModelError, OutputExistsError
+from tatami.datasets import Dataset, load
+from tatami.errors import InputError, OutputExistsError
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.train import History, TiledModel, Trainer
+from tatami.train import History, TiledModel, Trainer, move, tile
 from tiled_rig import some_layouts, tiled
 
 SAMPLES = 23
@@ -241,15 +242,6 @@ def test_losses_that_the_parts_do_not_make_up_are_refused(comm: AbstractCommunic
     Trainer(model, optimizer=SGD, loss=nn.BCEWithLogitsLoss(pos_weight=weight))
 
 
-@pytest.mark.ranks(1, 2)
-def test_optimizers_that_look_at_whole_weights_are_refused(comm: AbstractCommunicator) -> None:
-    built = network()
-    model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-    for optimizer in (torch.optim.LBFGS, torch.optim.Adafactor):
-        with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
-            Trainer(model, optimizer=optimizer, loss=nn.MSELoss())
-
-
 @pytest.mark.ranks(1)
 def test_data_that_can_not_be(comm: AbstractCommunicator) -> None:
     x, y = inputs()
@@ -278,8 +270,7 @@ def test_data_that_can_not_be(comm: AbstractCommunicator) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("records")
+def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tmp_path: Path) -> None:
     losses, _ = fitted(batch_size=SAMPLES, epochs=4, seed=None)
     built = network()
 
@@ -296,44 +287,126 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
         def finish(self) -> None:
             self.events.append("finish")
 
-    def body(comm: AbstractCommunicator) -> None:
-        path: Path = comm.bcast_object(folder) / "run.jsonl"
-        progress = Told()
-        with Records(path if comm.rank == 0 else None) as records:
-            model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
-            trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), records=records, record_every=2, progress=progress)
-            trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
-        if comm.rank == 0:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            assert [(line["event"], line["iteration"]) for line in lines] == [
-                ("processes", 0),
-                ("tiling", 0),
-                ("phases", 2),
-                ("train", 2),
-                ("phases", 4),
-                ("train", 4),
-                ("end", 4),
-            ]
-            num_lines = len(lines)
-            assert lines.pop()["stopped"] == "epochs"
-            assert {each.partition(" on ")[0] for each in lines.pop(0)["ranks"].values()} >= {str(os.getpid())}
-            assert lines[0]["tiling"] == model.tiling.to_dict()
-            assert all(set(line["ranks"]) == set(model.names) and line["iterations"] == 2 for line in lines[1::2])
-            trained = lines[2::2]
-            assert [line["epoch"] for line in trained] == [1, 3]
-            assert [line["loss"] for line in trained] == pytest.approx([losses[1], losses[3]])
-            assert progress.events[0] == ("training", 4 * SAMPLES, "samples")
-            assert progress.events[1] == (SAMPLES, {"loss": f"{losses[0]:.4g}"})
-            assert progress.events[5:] == ["finish"]
-            with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
-                Records(path)
-            Records(path, force=True).close()
-            assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
-            with pytest.raises(InputError, match="/dev/full is a device"):
-                Records(Path("/dev/full"), force=True)
-            with pytest.raises(InputError, match=r"run\.jsonl is a file, but a folder is needed"):
-                Records(tensorboard=path, force=True)
-        else:
-            assert progress.events == []
+    path = tmp_path / "run.jsonl"
+    progress = Told()
+    with Records(path if comm.rank == 0 else None) as records:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), records=records, record_every=2, progress=progress)
+        trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
+    if comm.rank == 0:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert [(line["event"], line["iteration"]) for line in lines] == [
+            ("processes", 0),
+            ("tiling", 0),
+            ("phases", 2),
+            ("train", 2),
+            ("phases", 4),
+            ("train", 4),
+            ("end", 4),
+        ]
+        num_lines = len(lines)
+        assert lines.pop()["stopped"] == "epochs"
+        assert {each.partition(" on ")[0] for each in lines.pop(0)["ranks"].values()} >= {str(os.getpid())}
+        assert lines[0]["tiling"] == model.tiling.to_dict()
+        assert all(set(line["ranks"]) == set(model.names) and line["iterations"] == 2 for line in lines[1::2])
+        trained = lines[2::2]
+        assert [line["epoch"] for line in trained] == [1, 3]
+        assert [line["loss"] for line in trained] == pytest.approx([losses[1], losses[3]])
+        assert progress.events[0] == ("training", 4 * SAMPLES, "samples")
+        assert progress.events[1] == (SAMPLES, {"loss": f"{losses[0]:.4g}"})
+        assert progress.events[5:] == ["finish"]
+        with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
+            Records(path)
+        Records(path, force=True).close()
+        assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
+        with pytest.raises(InputError, match="/dev/full is a device"):
+            Records(Path("/dev/full"), force=True)
+        with pytest.raises(InputError, match=r"run\.jsonl is a file, but a folder is needed"):
+            Records(tensorboard=path, force=True)
+    else:
+        assert progress.events == []
 
-    world(body)
+
+CORPUS = Path(os.environ.get("TATAMI_NETTALK", Path(__file__).parents[3] / "shared" / "data" / "nettalk.data"))
+HALF_A_POINT = 0.005
+
+
+def fit_plainly(model: nn.Module, data: Dataset, *, loss: nn.Module, optimizer: Any, batch_size: int, epochs: int) -> None:
+    orders = [
+        torch.randperm(data.samples, generator=torch.Generator().manual_seed(epoch))
+        if batch_size < data.samples
+        else torch.arange(data.samples)
+        for epoch in range(epochs)
+    ]
+    batches = ((data.x[here], data.y[here]) for order in orders for here in torch.split(order, batch_size))
+    plain_fit(model, batches, loss=lambda model, batch: loss(model(batch[0]), batch[1]), optimizer=optimizer)
+
+
+@pytest.mark.ranks(2, 3)
+def test_nettalk_full_batch_with_squared_error(world: World) -> None:
+    if not CORPUS.exists():
+        pytest.skip(f"no NETtalk corpus at {CORPUS} (TATAMI_NETTALK names another place)")
+    data = load("nettalk", path=CORPUS, samples=1024)
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Linear(203, 80), nn.Sigmoid(), nn.Linear(80, 26), nn.Sigmoid())
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(203, 80), nn.Sigmoid(), nn.Linear(80, 26), nn.Sigmoid())
+    # Adam, because plain gradient descent takes thousands of iterations to get here.
+    loss, optimizer = nn.MSELoss(reduction="sum"), partial(torch.optim.Adam, lr=0.03)
+    fit_plainly(plain, data, loss=loss, optimizer=optimizer, batch_size=1024, epochs=100)
+    with torch.no_grad():
+        expected = data.accuracy(plain(data.x), data.y)
+
+    def body(comm: AbstractCommunicator) -> dict[str, float]:
+        speeds = [1.0, 0.5, 0.25][: comm.size]
+        model = tile(built, comm, batch_size=1024, speeds=speeds, quiet=True)
+        trainer = Trainer(model, optimizer=optimizer, loss=loss)
+        trainer.fit((data.x, data.y), batch_size=1024, iterations=100)
+        return trainer.evaluate((data.x, data.y), batch_size=1024, metrics=_metrics(data))
+
+    for reached in world(body):
+        assert reached["phoneme"] == pytest.approx(expected["phoneme"], abs=HALF_A_POINT)
+        assert reached["stress"] == pytest.approx(expected["stress"], abs=HALF_A_POINT)
+    assert expected["phoneme"] > 0.8
+    assert expected["stress"] > 0.9
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_digits_in_shuffled_batches_with_dropout_and_a_retiling(world: World) -> None:
+    pytest.importorskip("sklearn", reason="digits come with scikit-learn")
+    train, test = load("digits", targets="classes").split(test_fraction=0.25, seed=0)
+
+    @one_at_a_time
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Dropout(0.2), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    plain, built = build(), build()
+    loss, optimizer = nn.CrossEntropyLoss(), partial(torch.optim.Adam, lr=0.003)
+    torch.manual_seed(1)
+    fit_plainly(plain, train, loss=loss, optimizer=optimizer, batch_size=100, epochs=8)
+    plain.eval()
+    with torch.no_grad():
+        expected = test.accuracy(plain(test.x), test.y)["digit"]
+    torch.manual_seed(1)
+
+    def body(comm: AbstractCommunicator) -> float:
+        model = tile(built, comm, batch_size=100, speeds=[1.0 + rank for rank in range(comm.size)], quiet=True)
+        trainer = Trainer(model, optimizer=optimizer, loss=loss)
+        trainer.fit((train.x, train.y), batch_size=100, epochs=4)
+        even = tile(built, comm, batch_size=100, speeds="equal", planner="weighted", quiet=True)
+        move(model, even.layout, optimizer=trainer.optimizer)
+        trainer.fit((train.x, train.y), batch_size=100, epochs=4)
+        return trainer.evaluate((test.x, test.y), batch_size=100, metrics=_metrics(test))["digit"]
+
+    assert world(body) == pytest.approx([expected] * world.size, abs=HALF_A_POINT)
+    assert expected > 0.9
+
+
+def _metrics(data: Dataset) -> dict[str, Callable[[torch.Tensor, torch.Tensor], float]]:
+    names = data.accuracy(data.y.float() if data.y.ndim > 1 else torch.eye(data.outputs)[data.y], data.y)
+
+    def metric(name: str) -> Callable[[torch.Tensor, torch.Tensor], float]:
+        return lambda output, target: data.accuracy(output, target)[name]
+
+    return {name: metric(name) for name in names}

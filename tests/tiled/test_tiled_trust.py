@@ -250,16 +250,12 @@ DRIFTS = {
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", DRIFTS)
-def test_ranks_that_drift_apart_are_found(world: World, name: str) -> None:
+def test_ranks_that_drift_apart_are_found(comm: AbstractCommunicator, name: str) -> None:
     """Tiles of other sizes draw other numbers, and have norms of their own."""
     case, built = DRIFTS[name], network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, split(comm.size))
-        with pytest.raises(InputError, match=case.refused):
-            train(model, case)
-
-    world(body)
+    model = tiled(built, comm, split(comm.size))
+    with pytest.raises(InputError, match=case.refused):
+        train(model, case)
 
 
 EXTRA = nn.Linear(3, 3).double()
@@ -274,25 +270,21 @@ MID_RUN = {
 
 @pytest.mark.parametrize("make", [DataParallel, tiled])
 @pytest.mark.parametrize("name", MID_RUN)
-def test_parameters_that_change_in_mid_run(world: World, make: Any, name: str) -> None:
+def test_parameters_that_change_in_mid_run(comm: AbstractCommunicator, make: Any, name: str) -> None:
     """A parameter that is new to the network is summed; one that is frozen has no gradient from then on."""
     change, refused = MID_RUN[name]
     plain, built, case = network(), network(), Case(change=change)
     train(plain, case)
     expected = {key: value.detach().clone() for key, value in plain.state_dict().items()}
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, data(comm.size)) if make is tiled else DataParallel(copy.deepcopy(built), comm)
-        is_refused = refused is not None and make is tiled and comm.size > 1
-        if is_refused:
-            with pytest.raises((ModelError, InputError), match=refused):
-                train(model, case)
-            return
-        train(model, case)
-        weights = model.module.state_dict()
-        assert_close({key: weights[key] for key in expected}, expected, what="weights")
-
-    world(body)
+    model = tiled(built, comm, data(comm.size)) if make is tiled else DataParallel(copy.deepcopy(built), comm)
+    is_refused = refused is not None and make is tiled and comm.size > 1
+    if is_refused:
+        with pytest.raises((ModelError, InputError), match=refused):
+            train(model, case)
+        return
+    train(model, case)
+    weights = model.module.state_dict()
+    assert_close({key: weights[key] for key in expected}, expected, what="weights")
 
 
 @pytest.mark.parametrize("lay", [split, data])
@@ -410,7 +402,7 @@ FINE = ("mean", "sum over count", "half of two")
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_is_no_mean_of_its_samples_is_refused(world: World, name: str) -> None:
+def test_a_loss_that_is_no_mean_of_its_samples_is_refused(comm: AbstractCommunicator, name: str) -> None:
     """By itself where its graph shows it; by `check_loss`, which is asked of the first batch of a training step, always."""
     loss, shows = LOSSES[name]
     built = network()
@@ -418,32 +410,29 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(world: World, name: st
     def step(model: Any, batch: Any) -> torch.Tensor:
         return loss(model(batch[0]), batch[1])
 
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, data(comm.size))
-        x, classes = batch()[0], CLASSES
-        here = model.local(x, classes)
-        is_refused = name not in FINE and comm.size > 1
-        trainer = Trainer(model, optimizer=sgd_of, training_step=step, reduction="mean")
-        if is_refused:
-            with pytest.raises(InputError, match="the loss"):
-                model.check_loss(lambda x, classes: loss(model(x), classes), *here)
-            if name not in ("class weights", "ignore_index"):  # which the Trainer computes or refuses by itself
-                with pytest.raises(InputError, match=r"the loss \(training_step\) is said to be the mean"):
-                    trainer.fit((x, classes), batch_size=SAMPLES, iterations=1)
-        else:
+    model = tiled(built, comm, data(comm.size))
+    x, classes = batch()[0], CLASSES
+    here = model.local(x, classes)
+    is_refused = name not in FINE and comm.size > 1
+    trainer = Trainer(model, optimizer=sgd_of, training_step=step, reduction="mean")
+    if is_refused:
+        with pytest.raises(InputError, match="the loss"):
             model.check_loss(lambda x, classes: loss(model(x), classes), *here)
-            if name in FINE:
+        if name not in ("class weights", "ignore_index"):  # which the Trainer computes or refuses by itself
+            with pytest.raises(InputError, match=r"the loss \(training_step\) is said to be the mean"):
                 trainer.fit((x, classes), batch_size=SAMPLES, iterations=1)
-        if shows:
-            x, classes = model.local(x, classes)
-            value: Any = loss(model(x), classes)
-            with pytest.raises(InputError, match="the loss") if is_refused else nullcontext():
-                value.backward()
+    else:
+        model.check_loss(lambda x, classes: loss(model(x), classes), *here)
+        if name in FINE:
+            trainer.fit((x, classes), batch_size=SAMPLES, iterations=1)
+    if shows:
+        x, classes = model.local(x, classes)
+        value: Any = loss(model(x), classes)
+        with pytest.raises(InputError, match="the loss") if is_refused else nullcontext():
+            value.backward()
 
-    world(body)
 
-
-def test_losses_that_are_made_of_means_over_the_batch(world: World) -> None:
+def test_losses_that_are_made_of_means_over_the_batch(comm: AbstractCommunicator) -> None:
     """A root, a masked mean and a balance of experts, of means over the global batch."""
     plain, built = network(), network()
     x, counts = batch()[0], (CLASSES != 1).double()
@@ -455,22 +444,18 @@ def test_losses_that_are_made_of_means_over_the_batch(world: World) -> None:
 
     expected: Any = loss(plain(x), counts, lambda mean: mean)
     expected.backward()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, split(comm.size))
-        here, here_counts = model.local(x, counts)
-        value: Any = loss(model(here), here_counts, model.over_batch)
-        assert float(value) == pytest.approx(float(expected), rel=1e-12)
-        value.backward()
-        assert_close(whole_gradients(model), gradients(plain), what="gradients")
-
-    world(body)
+    model = tiled(built, comm, split(comm.size))
+    here, here_counts = model.local(x, counts)
+    value: Any = loss(model(here), here_counts, model.over_batch)
+    assert float(value) == pytest.approx(float(expected), rel=1e-12)
+    value.backward()
+    assert_close(whole_gradients(model), gradients(plain), what="gradients")
 
 
 # -- what moves ----------------------------------------------------------------------------------------------------------------
 
 
-def test_all_optimizers_and_an_average_move(world: World) -> None:
+def test_all_optimizers_and_an_average_move(comm: AbstractCommunicator) -> None:
     """Two optimizers, of which one is given, and a moving average of the weights."""
 
     def iterate(model: Any, steps: int, makes: list[torch.optim.Optimizer], average: WeightAverage) -> None:
@@ -495,21 +480,17 @@ def test_all_optimizers_and_an_average_move(world: World) -> None:
     iterate(plain, 3, makes, average)
     with average.applied():
         averaged = {name: value.clone() for name, value in plain.state_dict().items()}
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, split(comm.size))
-        makes, average = optimizers(model)
-        iterate(model, 3, makes, average)
-        other = simple_layout(list(reversed(range(comm.size))))
-        move(model, other, optimizer=makes[0])
-        iterate(model, 3, makes, average)
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="weights")
-        with average.applied():
-            assert_close(comm.bcast_object(whole_state_dict(model)), averaged, what="average")
-        with pytest.raises(ModelError, match=r"cannot be copied.*WeightAverage"):
-            torch.optim.swa_utils.AveragedModel(model.module)
-
-    world(body)
+    model = tiled(built, comm, split(comm.size))
+    makes, average = optimizers(model)
+    iterate(model, 3, makes, average)
+    other = simple_layout(list(reversed(range(comm.size))))
+    move(model, other, optimizer=makes[0])
+    iterate(model, 3, makes, average)
+    assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="weights")
+    with average.applied():
+        assert_close(comm.bcast_object(whole_state_dict(model)), averaged, what="average")
+    with pytest.raises(ModelError, match=r"cannot be copied.*WeightAverage"):
+        torch.optim.swa_utils.AveragedModel(model.module)
 
 
 @pytest.mark.parametrize(

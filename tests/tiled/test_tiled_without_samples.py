@@ -19,6 +19,8 @@ from tatami.tiling import Layout
 from tatami.train import TiledModel, tile
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, whole_gradients
 
+pytestmark = pytest.mark.threads_only
+
 TOKENS, FEATURES, WIDTH, HEADS = 5, 3, 8, 4
 SIZES = (7, 2)
 """The second batch is smaller than there are replicas."""
@@ -79,7 +81,6 @@ def _few_layouts(size: int) -> list[Layout]:
     return [every[2], every[-1]] if size > 1 else every
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("case", "sampled"), [(CASE, False), (CASE, True), (CASES["llama"], True)], ids=["by-hand", "sampled", "llama"]
@@ -112,30 +113,25 @@ def test_a_rank_without_samples_needs_no_code_that_works_without(world: World, c
     )
 
 
-@pytest.mark.threads_only
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["llama", "vit", "mixer"])
-def test_a_pass_without_samples_takes_nothing_from_one_that_is_under_way(world: World, name: str) -> None:
+def test_a_pass_without_samples_takes_nothing_from_one_that_is_under_way(comm: AbstractCommunicator, name: str) -> None:
     """Between a forward pass and its backward pass, a replica has no sample of another batch: its sums are still to be made."""
     case = CASES[name]
     generator = torch.Generator().manual_seed(5)
     batches = [case.draw(size, generator) for size in (8, 1)]
     plain, network = build(case), build(case)
     loss_of(run(plain, batches[0])).backward()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tile(
-            network, comm, batch_size=8, sample=batches[0], speeds="equal", reduction="mean",
-            layout=simple_layout([0, 1], [2, 3]), quiet=True,
-        )  # fmt: skip
-        output = run(model, local(model, batches[0]))
-        with torch.no_grad():
-            run(model, local(model, batches[1]))
-        loss_of(output).backward()
-        assert_close(whole_gradients(model), gradients(plain), what="gradients")
-        model.close()
-
-    world(body)
+    model = tile(
+        network, comm, batch_size=8, sample=batches[0], speeds="equal", reduction="mean",
+        layout=simple_layout([0, 1], [2, 3]), quiet=True,
+    )  # fmt: skip
+    output = run(model, local(model, batches[0]))
+    with torch.no_grad():
+        run(model, local(model, batches[1]))
+    loss_of(output).backward()
+    assert_close(whole_gradients(model), gradients(plain), what="gradients")
+    model.close()
 
 
 def test_a_network_that_runs_without_samples_is_left_to_do_so() -> None:
