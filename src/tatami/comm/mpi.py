@@ -18,9 +18,10 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.collective import Sync
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.base import AbstractRequest
 from tatami.comm.checked import MAX_TAG
 from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
+from tatami.comm.ranks import DEFAULT_TIMEOUT_S
 from tatami.comm.reduction import Op, combine
 from tatami.comm.session import abandoned, hold, load_mpi, say_goodbye_with, stop_all_ranks, takes_cuda
 from tatami.comm.stall_report import AbstractRollCall, MpiRollCall, ProcessPlace

@@ -16,7 +16,7 @@ import torch
 
 from tatami.clock import Clock
 from tatami.collective import Sync
-from tatami.comm.checked import CheckedCommunicator
+from tatami.comm.base import AbstractCommunicator
 from tatami.comm.memory_barrier import CounterBarrier, notices, polls_before_yield
 from tatami.comm.reduction import Op
 from tatami.comm.session import WATCHDOG
@@ -29,7 +29,7 @@ _POSTED = 0
 """The tag of notices that a rank has posted; on a communicator of the window's own."""
 
 
-class AbstractMpiCommunicator(CheckedCommunicator):
+class AbstractMpiCommunicator(AbstractCommunicator):
     """What windows need of the MPI communicator that they are made on, beside its messages.
 
     Attributes:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import DoneRequest, ThenRequest, as_bytes
+from tatami.comm.base import AbstractRequest, DoneRequest, ThenRequest
+from tatami.comm.checked import as_bytes
 from tatami.comm.mesh_collectives import AbstractMeshCollectives
 from tatami.comm.reduction import Op, combine
 from tatami.comm.staging import is_on_host

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.base import AbstractRequest
 from tatami.comm.job_token import job_token
 from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned
+from tatami.comm.ranks import DEFAULT_TIMEOUT_S
 from tatami.comm.rendezvous import AbstractMeeting, StoreMeeting, Whereabouts
 from tatami.comm.stall_report import StoreRollCall, format_ranks
 from tatami.comm.tcp_mesh import TcpMesh

@@ -11,8 +11,8 @@ from typing import Never
 import torch
 
 from tatami.clock import SystemClock
-from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import CheckedCommunicator, as_bytes
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
+from tatami.comm.checked import as_bytes
 from tatami.comm.stall_report import AbstractRollCall
 from tatami.comm.tcp_connection import Transfer
 from tatami.comm.tcp_mesh import TcpMesh
@@ -23,7 +23,7 @@ _SLICE_S = 0.25
 """So long a wait goes on before it is looked whether another rank asks what this one does."""
 
 
-class AbstractTcpWaits(CheckedCommunicator):
+class AbstractTcpWaits(AbstractCommunicator):
     """How a rank waits.
 
     Attributes:

@@ -20,8 +20,8 @@ import torch
 
 from tatami.clock import Clock
 from tatami.collective import Sync
-from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import MAX_TAG, CheckedCommunicator, as_bytes
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
+from tatami.comm.checked import MAX_TAG, as_bytes
 from tatami.comm.reduction import Op, combine
 from tatami.comm.refusals import Refusals
 from tatami.comm.thread_window import ThreadSharedWindow, ThreadWindow
@@ -142,7 +142,7 @@ class _ThreadRequest(AbstractRequest):
         )
 
 
-class ThreadCommunicator(CheckedCommunicator):
+class ThreadCommunicator(AbstractCommunicator):
     """One rank of a world of threads, or of a part of it made by `split`."""
 
     def __init__(self, world: ThreadWorld, *, members: tuple[int, ...], rank: int, group: str, timeout_s: float) -> None:
