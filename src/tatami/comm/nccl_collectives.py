@@ -16,10 +16,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import AbstractRequest, DoneRequest, ThenRequest
 from tatami.comm.checked import as_bytes
-from tatami.comm.mesh_collectives import AbstractMeshCollectives
+from tatami.comm.mesh_collectives import AbstractMeshCommunicator
 from tatami.comm.reduction import Op, combine
 from tatami.comm.staging import is_on_host
-from tatami.comm.tcp_waits import said_by
 from tatami.comm.transport import Transport
 from tatami.comm.wait import Waiting, wait_for
 from tatami.errors import CommError, CommTimeoutError
@@ -32,7 +31,7 @@ abandoned: list[tuple[Any, Any, tuple[torch.Tensor, ...]]] = []
 """Collectives whose wait timed out, with their group and tensors: NCCL may still write there."""
 
 
-class AbstractNcclCollectives(AbstractMeshCollectives):
+class AbstractNcclCollectives(AbstractMeshCommunicator):
     """The collectives; NCCL's process group of these ranks is made on the store when needed."""
 
     _store: Any
@@ -188,3 +187,8 @@ class WorkRequest(AbstractRequest):
             raise CommError(
                 f"{self._waiting.describe()}: a rank has ended, or the link to it broke: {said_by(error)}"
             ) from error
+
+
+def said_by(error: RuntimeError) -> str:
+    """What torch's store, or NCCL, says, without the place in its source."""
+    return str(error).rpartition("] ")[2].partition(" This is typically")[0]
