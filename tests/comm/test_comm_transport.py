@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.cluster.device_choice import choose_device
-from tatami.comm.transport import DevicePlace, Transport, choose_route, describe_route, gather_roots
+from tatami.comm.transport import DevicePlace, Transport, choose_route, describe_route
 from tatami.errors import InputError
 
 
@@ -88,14 +88,6 @@ def test_it_is_told_in_sentences() -> None:
     assert describe_route(places, choose_route(places), library="gloo") == (
         "3 ranks by gloo. RTX: ranks 0, 1; cpu: rank 2. Tensors go through host memory: rank 2 of 3 computes on a CPU."
     )
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-def test_an_uneven_all_gather_is_one_broadcast_of_each_rank_that_has_a_part(counts: list[int]) -> None:
-    roots = gather_roots(counts)
-    assert list(roots) == sorted(set(roots))
-    assert sum(counts[root] for root in roots) == sum(counts)
-    assert all(counts[root] for root in roots)
 
 
 @given(st.integers(0, 20), st.integers(0, 8))

@@ -8,7 +8,7 @@ import torch
 from tatami.clock import SystemClock
 from tatami.collective import Sync
 from tatami.comm import AbstractCommunicator, Op
-from tatami.comm.memory_barrier import CounterBarrier, notices
+from tatami.comm.memory_barrier import CounterBarrier
 from tatami.comm.session import Watchdog
 from tatami.comm.wait import wait_policy
 from tatami.comm.window import AbstractWindow
@@ -19,21 +19,10 @@ def epoch(window: AbstractWindow, comm: AbstractCommunicator, *, put: object) ->
     """One epoch in which every rank puts to the next one."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     assert callable(put)
-    if window.sync is Sync.FENCE:
-        window.fence()
-        put(after)
-        window.fence()
-    elif window.sync is Sync.PSCW:
-        window.post([before])
-        window.start([after])
-        put(after)
-        window.complete()
-        window.wait()
-    else:
-        comm.barrier()
-        put(after)
-        window.flush(after)
-        notices(comm, to=[after], by=[before], tag=3)
+    window.enter(range(comm.size))
+    window.open(sources=[before], targets=[after])
+    put(after)
+    window.end(sources=[before], targets=[after])
 
 
 @pytest.mark.parametrize("sync", [Sync.FENCE, Sync.PSCW, Sync.LOCK], ids=lambda sync: sync.value)
@@ -92,8 +81,6 @@ def test_what_a_window_refuses(comm: AbstractCommunicator) -> None:
     with pytest.raises(InputError, match="'barrier' does not synchronise puts; choose one of 'fence', 'pscw', 'lock'"):
         comm.window(4, torch.float32, sync=Sync.BARRIER)
     window = comm.window(4, torch.float32, sync=Sync.PSCW)
-    with pytest.raises(InputError, match=r"fence\(\) synchronises windows made with sync='fence'; .* sync='pscw'"):
-        window.fence()
     with pytest.raises(InputError, match="no rank 2"):
         window.put(torch.ones(1), 2, start=0)
     with pytest.raises(InputError, match="elements 3 to 5 are not all among the 4"):
@@ -115,7 +102,7 @@ def test_a_source_that_never_completes_is_named(comm: AbstractCommunicator) -> N
     window = impatient.window(4, torch.float32, sync=Sync.PSCW)
     if comm.rank == 0:
         with pytest.raises(CommTimeoutError, match="rank 1"):
-            window.start([1])
+            window.open(sources=[], targets=[1])
     comm.barrier()
 
 

@@ -11,11 +11,12 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, Final, TypeVar
+from types import TracebackType
+from typing import Any, Final, TypeVar, final
 
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import known_to_all
-from tatami.errors import CommError, InputError, TatamiError, TrainingError
+from tatami.comm.ranks import AbstractRanks
+from tatami.comm.refusals import is_known_to_all, known_to_all
+from tatami.errors import ClosedError, CommError, CommTimeoutError, InputError, RankDiedError, TatamiError, TrainingError
 
 Result = TypeVar("Result")
 Trouble = TypeVar("Trouble")
@@ -25,6 +26,8 @@ EVERY: Final = 64
 """Passes between two looks of a `Watch`, at the most."""
 
 
+_CONSEQUENCES = (CommTimeoutError, RankDiedError, ClosedError)
+"""Other ranks find these out by themselves."""
 _asked: bool | None = None
 """By `debug`; None where it was not called."""
 
@@ -52,7 +55,7 @@ def debug(enabled: bool = True) -> Iterator[None]:
 
 
 def same_everywhere(
-    comm: AbstractCommunicator, facts: Mapping[str, object], *, where: str, error: type[InputError] = InputError
+    comm: AbstractRanks, facts: Mapping[str, object], *, where: str, error: type[InputError] = InputError
 ) -> None:
     """Refuse facts that differ between ranks. Collective.
 
@@ -75,7 +78,7 @@ def same_everywhere(
             raise known_to_all(error(text))
 
 
-def decided_on_root(comm: AbstractCommunicator, decide: Callable[[], Result], *, root: int = 0) -> Result:
+def decided_on_root(comm: AbstractRanks, decide: Callable[[], Result], *, root: int = 0) -> Result:
     """What `decide` returns on `root`, on all ranks; it is not called on the others. Collective.
 
     Raises:
@@ -100,7 +103,7 @@ def decided_on_root(comm: AbstractCommunicator, decide: Callable[[], Result], *,
 
 
 def all_or_none(
-    comm: AbstractCommunicator, action: Callable[[], Result], *, what: str, error: type[TatamiError] = TrainingError
+    comm: AbstractRanks, action: Callable[[], Result], *, what: str, error: type[TatamiError] = TrainingError
 ) -> Result:
     """What `action` returns on this rank, if it succeeds on all ranks. Collective.
 
@@ -129,9 +132,60 @@ def all_or_none(
     return result  # type: ignore[return-value]
 
 
-def problems_of(comm: AbstractCommunicator, problem: Trouble | None) -> dict[int, Trouble]:
+def problems_of(comm: AbstractRanks, problem: Trouble | None) -> dict[int, Trouble]:
     """By rank, the problem of each rank that has one; the same on all ranks. Collective."""
     return {rank: each for rank, each in enumerate(comm.allgather_object(problem)) if each is not None}
+
+
+@final
+class fail_together:  # noqa: N801 -- used as a function
+    """An exception that leaves this block on one rank ends the waits of the other ranks on `comm`, with the same error.
+
+        with fail_together(comm):
+            loss = step(batch)      # a rank that raises here, and goes on, would leave the others waiting for it
+
+    All ranks enter the block; what they wait for may be on `comm`, or on parts or duplicates that were made of it. An error of
+    Tatami's is raised on the others as it is; of any other, they raise a `TrainingError` that says rank, class and text. Where
+    ranks may leave and join (elastic runs), nothing is sent: those that stay go on.
+
+    Args:
+        comm: the ranks.
+        only: errors that are sent.
+    """
+
+    def __init__(self, comm: AbstractRanks, *, only: type[Exception] = Exception) -> None:
+        self._comm, self._only = comm, only
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, self._only):
+            announce(self._comm, error)
+
+
+def announce(comm: AbstractRanks, error: Exception) -> None:
+    """End the waits of the other ranks of `comm` with `error`, which ends what this rank does, unless they know it."""
+    refusals = comm.refusals
+    if refusals is None or comm.size == 1 or comm.changes or comm.is_closed or isinstance(error, _CONSEQUENCES):
+        return
+    cause: BaseException | None = error
+    while cause is not None:
+        if is_known_to_all(cause):
+            return
+        cause = cause.__cause__ or cause.__context__
+    refusals.note(error, comm.lineage)
+    known_to_all(error)
+
+
+@contextmanager
+def called_by_all(call: str) -> Iterator[None]:
+    """Note what to do where ranks are missing in a collective; `call` is what the user's program calls. Also a decorator."""
+    try:
+        yield
+    except (CommTimeoutError, RankDiedError) as error:
+        error.add_note(f"{call} must be called by all ranks: is it inside of `if comm.rank == 0`?")
+        raise
 
 
 def is_due(number: int) -> bool:
@@ -147,7 +201,7 @@ class Watch:
         always: compare in every pass.
     """
 
-    def __init__(self, comm: AbstractCommunicator, *, always: bool = False) -> None:
+    def __init__(self, comm: AbstractRanks, *, always: bool = False) -> None:
         self._comm, self._always = comm, always
         self._facts: list[tuple[Callable[[], Any], Callable[[list[Any]], None]]] = []
         self._num_passes = 0

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractCommunicator
+from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import elastic_world
 from tatami.comm.mpi import MpiCommunicator
+from tatami.comm.ranks import DEFAULT_TIMEOUT_S
 from tatami.comm.tcp import TcpCommunicator
 from tatami.comm.threads import single_communicator, thread_communicator
 from tatami.errors import InputError

@@ -15,7 +15,6 @@ import torch
 
 from tatami.collective import Native, Phase, RankGroup, Role, Schedule, Step, Sync
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.put_sync import EPOCHS, AbstractEpochs
 from tatami.comm.reduction import HALF_DTYPES, Reduction, divide
 from tatami.comm.rounds import MessageRound
 from tatami.comm.shared_sum import loads_and_stores
@@ -23,6 +22,7 @@ from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 from tatami.errors import InputError, ScheduleError
 
 Operation = Callable[[], object]
+Ranks = tuple[int, ...]
 
 
 class Executor:
@@ -194,38 +194,38 @@ class _Unrolling:
     def _puts(self, phase: Phase) -> list[Operation]:
         groups = phase.groups_of(self.rank)
         # Every rank makes the windows of its fenced groups, in the order of the phase.
-        epochs = {group: self._epochs(phase.sync, group) for group in groups}
+        windows = {group: self._window_of(phase.sync, group) for group in groups}
         if not groups:
             return []
         # Fences are of a group's own window; posts and locks are by peer, so one epoch serves all groups of a round.
         together = [list(groups)] if phase.sync is Sync.PSCW else [[group] for group in groups]
-        actions: list[Operation] = [epochs[some[0]].enter for some in together]
+        actions: list[Operation] = [partial(windows[some[0]].enter, some[0].ranks) for some in together]
         for number in range(phase.num_rounds):
             steps = list(phase.steps_of(self.rank, round=number))
             by_group = [[step for step in steps if _group_of(step, groups) in some] for some in together]
             opens, acts, closes = [], [], []
             for some, mine in zip(together, by_group, strict=True):
-                opened, acted, closed = self._put_round(epochs[some[0]], mine)
+                opened, acted, closed = self._put_round(windows[some[0]], some[0].ranks, mine)
                 opens.append(opened)
                 acts.extend(acted)
                 closes.append(closed)
             actions += [*opens, *acts, *closes]
         return actions
 
-    def _epochs(self, sync: Sync, group: RankGroup) -> AbstractEpochs:
-        window = self.by_sync[sync]
+    def _window_of(self, sync: Sync, group: RankGroup) -> AbstractWindow:
         if sync is Sync.FENCE and group.members < self.comm.size:
             if group.ranks not in self.fenced:
                 part = self.groups.of(group.ranks)
                 made = part.window(self.schedule.size, self.vector.dtype, sync=sync, memory=self.vector)
                 self.fenced[group.ranks] = made
                 self.windows.append(made)
-            window = self.fenced[group.ranks]
-        return EPOCHS[sync](window, self.comm, ranks=group.ranks)
+            return self.fenced[group.ranks]
+        return self.by_sync[sync]
 
-    def _put_round(self, epochs: AbstractEpochs, steps: list[Step]) -> tuple[Operation, list[Operation], Operation]:
-        window, op = epochs.window, self.op
-        member = {rank: index for index, rank in enumerate(epochs.ranks)} if window in self.fenced.values() else None
+    def _put_round(
+        self, window: AbstractWindow, ranks: Ranks, steps: list[Step]
+    ) -> tuple[Operation, list[Operation], Operation]:
+        member = {rank: index for index, rank in enumerate(ranks)} if window in self.fenced.values() else None
         sources = sorted({step.source for step in steps if step.target == self.rank})
         targets = sorted({step.target for step in steps if step.source == self.rank})
         acts: list[Operation] = []
@@ -235,13 +235,13 @@ class _Unrolling:
             values = self.vector[step.start : step.stop]
             target = step.target if member is None else member[step.target]
             if step.reduce:
-                acts.append(partial(window.accumulate, values, target, start=step.start, op=op))
+                acts.append(partial(window.accumulate, values, target, start=step.start, op=self.op))
             else:
                 acts.append(partial(window.put, values, target, start=step.start))
         return (
-            lambda: epochs.open(sources=sources, targets=targets),
+            partial(window.open, sources=sources, targets=targets),
             acts,
-            lambda: epochs.close(sources=sources, targets=targets),
+            partial(window.end, sources=sources, targets=targets),
         )
 
     # -- loads and stores -------------------------------------------------------------------------------------------
@@ -291,9 +291,6 @@ def _group_of(step: Step, groups: Sequence[RankGroup]) -> RankGroup:
         for group in groups
         if step.source in group.ranks and step.target in group.ranks and group.start <= step.start and step.stop <= group.stop
     )
-
-
-Ranks = tuple[int, ...]
 
 
 class GroupCommunicators:

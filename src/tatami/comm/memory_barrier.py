@@ -9,7 +9,7 @@ import torch
 
 from tatami.clock import Clock
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.wait import Waiting, WaitPolicy, wait_until
+from tatami.comm.wait import Waiting, WaitPolicy, wait_for
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """An empty message, given and taken."""
@@ -101,15 +101,8 @@ class CounterBarrier:
         for _ in range(self._polls):
             if other[0] >= count:
                 return
-        waited_s = wait_until(
-            lambda: other[0] >= count,
-            policy=self._policy,
-            timeout_s=self._timeout_s(),
-            clock=self._clock,
-            doing=lambda: self._waiting().describe(),
-        )
-        if waited_s is not None:
-            raise self._waiting().timeout(waited_s, roll_call=self._policy.roll_call)
+        timeout_s = self._timeout_s()
+        wait_for(lambda: other[0] >= count, self._waiting, policy=self._policy, timeout_s=timeout_s, clock=self._clock)
 
     def _waiting(self) -> Waiting:
         missing = tuple(rank for rank, counter in enumerate(self._counters) if counter[0] < self._count)

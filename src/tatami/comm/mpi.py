@@ -6,7 +6,6 @@ wait ends after its timeout and leaves the core to others meanwhile.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,18 +15,19 @@ from typing import Any, Never
 
 import torch
 
-from tatami.clock import Clock, SystemClock
+from tatami.clock import Clock
 from tatami.collective import Sync
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.base import AbstractRequest
 from tatami.comm.checked import MAX_TAG
 from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
+from tatami.comm.ranks import DEFAULT_TIMEOUT_S
 from tatami.comm.reduction import Op, combine
 from tatami.comm.session import abandoned, hold, load_mpi, say_goodbye_with, stop_all_ranks, takes_cuda
 from tatami.comm.stall_report import AbstractRollCall, MpiRollCall, ProcessPlace
 from tatami.comm.transport import Transport
-from tatami.comm.wait import Waiting, wait_policy, wait_until
+from tatami.comm.wait import Waiting
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
-from tatami.errors import CommError, InputError
+from tatami.errors import CommError
 
 _RARE_S = 0.5e-3
 _OWN_TAG = MAX_TAG + 1
@@ -90,24 +90,12 @@ class MpiRequest(AbstractRequest):
         return self._complete
 
     def wait(self) -> None:
-        communicator = self._communicator
-        policy = communicator.policy
         try:
-            waited_s = wait_until(
-                self.test,
-                policy=policy,
-                timeout_s=communicator.timeout_s,
-                clock=communicator.clock,
-                doing=lambda: self._waiting().describe(),
-                peer=self._peer,
-            )
+            self._communicator.wait_for(self.test, self._waiting)
         except Exception:
             if not self._complete:
                 self._give_up()
             raise
-        if waited_s is not None:
-            self._give_up()
-            raise self._waiting().timeout(waited_s, roll_call=policy.roll_call)
 
     def _check_size(self, index: int) -> None:
         if self._status is None:
@@ -147,22 +135,9 @@ class MpiCommunicator(AbstractMpiCommunicator):
         self, comm: Any, *, mpi: ModuleType, hosts: tuple[str, ...], timeout_s: float, clock: Clock | None = None
     ) -> None:
         """Takes over `comm`, an mpi4py communicator on which no other code sends; `hosts` are those of its ranks."""
-        super().__init__(rank=comm.Get_rank(), hosts=hosts, timeout_s=timeout_s)
-        self.mpi = mpi
-        self.clock = clock or SystemClock()
-        self._comm = comm
+        super().__init__(comm, mpi=mpi, hosts=hosts, timeout_s=timeout_s, clock=clock)
         self._parts: list[MpiCommunicator] = []
-        self._gave_up = False
         self._num_splits = 0
-        self._types = {
-            torch.float64: mpi.DOUBLE,
-            torch.float32: mpi.FLOAT,
-            torch.int64: mpi.INT64_T,
-            torch.int32: mpi.INT32_T,
-            torch.uint8: mpi.UINT8_T,
-        }
-        self._ops = {Op.SUM: mpi.SUM, Op.MAX: mpi.MAX, Op.MIN: mpi.MIN}
-        self.policy = wait_policy(ranks_on_host=self.local_size, cores=len(os.sched_getaffinity(0)))
 
     @classmethod
     def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> MpiCommunicator:
@@ -187,10 +162,10 @@ class MpiCommunicator(AbstractMpiCommunicator):
         # MPI_Comm_split spins until all have come, so meet politely first.
         self.barrier()
         self._num_splits += 1
-        part = self._comm.Split(self.mpi.UNDEFINED if color is None else color, key)
+        part = self.handle.Split(self.mpi.UNDEFINED if color is None else color, key)
         if color is None:
             return None
-        members = part.Get_group().Translate_ranks(None, self._comm.Get_group())
+        members = part.Get_group().Translate_ranks(None, self.handle.Get_group())
         hosts = tuple(self.hosts[member] for member in members)
         made = MpiCommunicator(part, mpi=self.mpi, hosts=hosts, timeout_s=self.timeout_s, clock=self.clock)
         above = self.policy.members
@@ -214,11 +189,7 @@ class MpiCommunicator(AbstractMpiCommunicator):
             for each in self._parts:
                 each.close()
             if not self._gave_up:
-                self._comm.Free()
-
-    def gave_up(self) -> None:
-        """Transfers on this communicator will not come to their end."""
-        self._gave_up = True
+                self.handle.Free()
 
     def wait_rarely(self) -> None:
         self.policy = replace(self.policy, spin_s=0.0, first_sleep_s=_RARE_S, longest_sleep_s=_RARE_S)
@@ -255,13 +226,6 @@ class MpiCommunicator(AbstractMpiCommunicator):
         self._parts.remove(part)
         return part
 
-    def wait_for(self, done: Callable[[], bool], *, operation: str, missing: tuple[int, ...]) -> None:
-        waiting = Waiting(operation=operation, rank=self.rank, size=self.size, missing=missing)
-        waited_s = wait_until(done, policy=self.policy, timeout_s=self.timeout_s, clock=self.clock, doing=waiting.describe)
-        if waited_s is not None:
-            self.gave_up()
-            raise waiting.timeout(waited_s, roll_call=self.policy.roll_call)
-
     def abort(self, reason: str) -> Never:
         stop_all_ranks(f"rank {self.rank} of {self.size} aborted: {reason}")
 
@@ -276,12 +240,12 @@ class MpiCommunicator(AbstractMpiCommunicator):
 
     def _start_send(self, tensor: torch.Tensor, dest: int, tag: int) -> AbstractRequest:
         _settle(tensor)
-        requests = [self._comm.Isend(piece, dest, tag) for piece in self._pieces(tensor)]
+        requests = [self.handle.Isend(piece, dest, tag) for piece in self._pieces(tensor)]
         return MpiRequest(self, requests, operation="send", keep=(tensor,), peer=dest, tag=tag)
 
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
         _settle(out)
-        requests = [self._comm.Irecv(piece, source, tag) for piece in self._pieces(out)]
+        requests = [self.handle.Irecv(piece, source, tag) for piece in self._pieces(out)]
         sizes = piece_sizes(out.nbytes)
         return MpiRequest(self, requests, operation="recv", keep=(out,), peer=source, tag=tag, rooms_bytes=sizes)
 
@@ -289,101 +253,72 @@ class MpiCommunicator(AbstractMpiCommunicator):
         status = self.mpi.Status()
 
         def has_come() -> bool:
-            return self._comm.Iprobe(source, self.mpi.ANY_TAG, status) and status.Get_tag() < MAX_TAG  # type: ignore[no-any-return]
+            return self.handle.Iprobe(source, self.mpi.ANY_TAG, status) and status.Get_tag() < MAX_TAG  # type: ignore[no-any-return]
 
         waiting = Waiting(operation="next_tag", rank=self.rank, size=self.size, peer=source)
-        waited_s = wait_until(
-            has_come,
-            policy=self.policy,
-            timeout_s=self.timeout_s,
-            clock=self.clock,
-            doing=waiting.describe,
-            peer=source,
-        )
-        if waited_s is not None:
-            raise waiting.timeout(waited_s, roll_call=self.policy.roll_call)
+        self.wait_for(has_come, lambda: waiting)
         return int(status.Get_tag())
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def _start_barrier(self) -> AbstractRequest:
-        return self._collective("barrier", self._comm.Ibarrier())
+        return self._collective("barrier", self.handle.Ibarrier())
 
     def _start_bcast(self, tensor: torch.Tensor, root: int) -> AbstractRequest:
-        return self._collective("bcast", self._comm.Ibcast(self.as_buffer(tensor), root), tensor)
+        return self._collective("bcast", self.handle.Ibcast(self.as_buffer(tensor), root), tensor)
 
     def _start_gather(
         self, tensor: torch.Tensor, out: torch.Tensor | None, root: int, counts: tuple[int, ...]
     ) -> AbstractRequest:
         target = None if out is None else self._byte_parts(out, counts)
-        return self._collective("gather", self._comm.Igatherv(self.as_buffer(tensor), target, root), tensor, out)
+        return self._collective("gather", self.handle.Igatherv(self.as_buffer(tensor), target, root), tensor, out)
 
     def _start_scatter(
         self, tensor: torch.Tensor | None, out: torch.Tensor, root: int, counts: tuple[int, ...]
     ) -> AbstractRequest:
         source = None if tensor is None else self._byte_parts(tensor, counts)
-        return self._collective("scatter", self._comm.Iscatterv(source, self.as_buffer(out), root), tensor, out)
+        return self._collective("scatter", self.handle.Iscatterv(source, self.as_buffer(out), root), tensor, out)
 
     def _start_allgather(self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...]) -> AbstractRequest:
-        request = self._comm.Iallgatherv(self.as_buffer(tensor), self._byte_parts(out, counts))
+        request = self.handle.Iallgatherv(self.as_buffer(tensor), self._byte_parts(out, counts))
         return self._collective("allgather", request, tensor, out)
 
     def _start_alltoall(
         self, tensor: torch.Tensor, out: torch.Tensor, send_counts: tuple[int, ...], recv_counts: tuple[int, ...]
     ) -> AbstractRequest:
-        request = self._comm.Ialltoallv(self._byte_parts(tensor, send_counts), self._byte_parts(out, recv_counts))
+        request = self.handle.Ialltoallv(self._byte_parts(tensor, send_counts), self._byte_parts(out, recv_counts))
         return self._collective("alltoall", request, tensor, out)
 
     def _start_reduce(self, tensor: torch.Tensor, root: int, op: Op) -> AbstractRequest:
-        mine = self._typed(tensor)
+        mine = self.as_typed(tensor)
         source, target = (self.mpi.IN_PLACE, mine) if self.rank == root else (mine, None)
-        return self._collective("reduce", self._comm.Ireduce(source, target, self._ops[op], root), tensor)
+        return self._collective("reduce", self.handle.Ireduce(source, target, self.ops[op], root), tensor)
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Op) -> AbstractRequest:
         if self.size == 2:
             return self._exchange(tensor, op)
         parts = tensor.split(2 * _PIECE_BYTES // tensor.itemsize) if tensor.nbytes > 2 * _PIECE_BYTES else (tensor,)
-        requests = [self._comm.Iallreduce(self.mpi.IN_PLACE, self._typed(part), self._ops[op]) for part in parts]
+        requests = [self.handle.Iallreduce(self.mpi.IN_PLACE, self.as_typed(part), self.ops[op]) for part in parts]
         return MpiRequest(self, requests, operation="allreduce", keep=(tensor,))
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], op: Op
     ) -> AbstractRequest:
-        request = self._comm.Ireduce_scatter(self._typed(tensor), self._typed(out), counts, self._ops[op])
+        request = self.handle.Ireduce_scatter(self.as_typed(tensor), self.as_typed(out), counts, self.ops[op])
         return self._collective("reduce_scatter", request, tensor, out)
 
     def _exchange(self, tensor: torch.Tensor, op: Op) -> AbstractRequest:
         """Two ranks swap their tensors and both combine them: a + b is b + a to the bit."""
         peer = 1 - self.rank
         theirs = torch.empty_like(tensor)
-        requests = [self._comm.Irecv(piece, peer, _OWN_TAG) for piece in self._pieces(theirs)]
-        requests += [self._comm.Isend(piece, peer, _OWN_TAG) for piece in self._pieces(tensor)]
+        requests = [self.handle.Irecv(piece, peer, _OWN_TAG) for piece in self._pieces(theirs)]
+        requests += [self.handle.Isend(piece, peer, _OWN_TAG) for piece in self._pieces(tensor)]
         return MpiRequest(
             self, requests, operation="allreduce", keep=(tensor, theirs), then=lambda: combine(tensor, theirs, op)
         )
 
     def _collective(self, operation: str, request: Any, *keep: torch.Tensor | None) -> MpiRequest:
         return MpiRequest(self, [request], operation=operation, keep=keep)
-
-    # -- tensors as MPI sees them ---------------------------------------------------------------------------------------
-
-    def _memory(self, tensor: torch.Tensor) -> Any:
-        return self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-    @property
-    def handle(self) -> Any:
-        return self._comm
-
-    def mpi_op(self, op: Op) -> Any:
-        return self._ops[op]
-
-    def as_typed(self, tensor: torch.Tensor) -> list[Any]:
-        if tensor.dtype not in self._types:
-            raise InputError(f"MPI does not add up {tensor.dtype}; accumulate float32 instead")
-        return self._typed(tensor)
-
-    def as_buffer(self, tensor: torch.Tensor) -> list[Any]:
-        return [self._memory(tensor), tensor.nbytes, self.mpi.BYTE]
 
     def _pieces(self, tensor: torch.Tensor) -> list[Any]:
         sizes = piece_sizes(tensor.nbytes)
@@ -393,13 +328,10 @@ class MpiCommunicator(AbstractMpiCommunicator):
         starts = accumulate(sizes[:-1], initial=tensor.data_ptr())
         return [[address(start, size), size, self.mpi.BYTE] for start, size in zip(starts, sizes, strict=True)]
 
-    def _typed(self, tensor: torch.Tensor) -> list[Any]:
-        return [self._memory(tensor), tensor.numel(), self._types[tensor.dtype]]
-
     def _byte_parts(self, tensor: torch.Tensor, counts: tuple[int, ...]) -> list[Any]:
         sizes = [count * tensor.itemsize for count in counts]
         starts = list(accumulate(sizes[:-1], initial=0))
-        return [self._memory(tensor), (sizes, starts), self.mpi.BYTE]
+        return [self.memory_of(tensor), (sizes, starts), self.mpi.BYTE]
 
 
 def piece_sizes(size_bytes: int) -> tuple[int, ...]:

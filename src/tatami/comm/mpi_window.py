@@ -7,69 +7,77 @@ MPI's are not: its 5.0 then never tells the target that the epoch is complete.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from tatami.clock import Clock
+from tatami.clock import Clock, SystemClock
 from tatami.collective import Sync
-from tatami.comm.checked import CheckedCommunicator
-from tatami.comm.memory_barrier import CounterBarrier, notices, polls_before_yield
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.memory_barrier import CounterBarrier, meet, notices, polls_before_yield
 from tatami.comm.reduction import Op
 from tatami.comm.session import WATCHDOG
-from tatami.comm.wait import WaitPolicy
-from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_epoch_call, check_window_open
-from tatami.errors import InputError
+from tatami.comm.wait import Waiting, wait_for, wait_policy
+from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_window_open
+from tatami.errors import CommTimeoutError, InputError
 
 PAGE = 4096
-_POSTED = 0
-"""The tag of notices that a rank has posted; on a communicator of the window's own."""
+_POSTED, _DONE, _MET = 0, 1, 2
+"""Tags, on a communicator of the window's own."""
 
 
-class AbstractMpiCommunicator(CheckedCommunicator):
-    """What windows need of the MPI communicator that they are made on, beside its messages.
+class AbstractMpiCommunicator(AbstractCommunicator):
+    """What messages and windows of an MPI communicator have in common: its handle, its waits, and tensors as MPI sees them."""
 
-    Attributes:
-        mpi: `mpi4py.MPI`.
-        clock: for waiting.
-        policy: how to wait.
-    """
+    def __init__(self, comm: Any, *, mpi: ModuleType, hosts: tuple[str, ...], timeout_s: float, clock: Clock | None) -> None:
+        """`comm` is an mpi4py communicator, `mpi` is `mpi4py.MPI`."""
+        super().__init__(rank=comm.Get_rank(), hosts=hosts, timeout_s=timeout_s)
+        self.mpi = mpi
+        self.clock = clock or SystemClock()
+        self.handle = comm
+        self._gave_up = False
+        self._types = {
+            torch.float64: mpi.DOUBLE,
+            torch.float32: mpi.FLOAT,
+            torch.int64: mpi.INT64_T,
+            torch.int32: mpi.INT32_T,
+            torch.uint8: mpi.UINT8_T,
+        }
+        self.ops = {Op.SUM: mpi.SUM, Op.MAX: mpi.MAX, Op.MIN: mpi.MIN}
+        self.policy = wait_policy(ranks_on_host=self.local_size, cores=len(os.sched_getaffinity(0)))
 
-    mpi: ModuleType
-    clock: Clock
-    policy: WaitPolicy
+    def gave_up(self) -> None:
+        """Transfers on this communicator will not come to their end."""
+        self._gave_up = True
 
-    @property
-    @abstractmethod
-    def handle(self) -> Any:
-        """The mpi4py communicator."""
-
-    @abstractmethod
-    def wait_for(self, done: Callable[[], bool], *, operation: str, missing: tuple[int, ...]) -> None:
-        """Wait politely for what `missing` must do.
+    def wait_for(self, done: Callable[[], bool], waiting: Callable[[], Waiting]) -> None:
+        """Wait politely, for what `waiting` describes.
 
         Raises:
-            CommTimeoutError: names them.
+            CommTimeoutError: names who did not come.
         """
+        wait_for(done, waiting, policy=self.policy, timeout_s=self.timeout_s, clock=self.clock)
 
-    @abstractmethod
-    def mpi_op(self, op: Op) -> Any:
-        """MPI's own operation."""
+    def memory_of(self, tensor: torch.Tensor) -> Any:
+        """The memory of a contiguous tensor."""
+        return self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
-    @abstractmethod
     def as_buffer(self, tensor: torch.Tensor) -> list[Any]:
         """A contiguous tensor as MPI takes it: memory, bytes, MPI's type of a byte."""
+        return [self.memory_of(tensor), tensor.nbytes, self.mpi.BYTE]
 
-    @abstractmethod
     def as_typed(self, tensor: torch.Tensor) -> list[Any]:
         """A contiguous tensor as MPI computes with it: memory, elements, MPI's type of an element.
 
         Raises:
             InputError: MPI has no such type to compute with.
         """
+        if tensor.dtype not in self._types:
+            raise InputError(f"MPI does not add up {tensor.dtype}; accumulate float32 instead")
+        return [self.memory_of(tensor), tensor.numel(), self._types[tensor.dtype]]
 
 
 class MpiWindow(AbstractWindow):
@@ -84,7 +92,6 @@ class MpiWindow(AbstractWindow):
         self.sync = sync
         self._closed = False
         self._group = comm.handle.Get_group()
-        self._exposed: tuple[int, ...] = ()
         self._assertion = 0 if "Open MPI" in comm.library else comm.mpi.MODE_NOCHECK
         nbytes = size * dtype.itemsize
         comm.barrier()
@@ -93,8 +100,7 @@ class MpiWindow(AbstractWindow):
                 self._win = self._mpi.Win.Allocate(nbytes, 1, comm=comm.handle)
                 self.tensor = _tensor(self._win.tomemory(), size, dtype)
             else:
-                buffer = self._mpi.buffer.fromaddress(memory.data_ptr(), memory.nbytes)
-                self._win = self._mpi.Win.Create(buffer, 1, comm=comm.handle)
+                self._win = self._mpi.Win.Create(comm.memory_of(memory), 1, comm=comm.handle)
                 self.tensor = memory
         if memory is None:
             self.tensor.zero_()
@@ -115,46 +121,53 @@ class MpiWindow(AbstractWindow):
         if tensor.dtype == torch.bool:  # a sum of truths is `or`
             tensor, op = tensor.view(torch.uint8), Op.MAX if op is Op.SUM else op
         mine = self._comm.as_typed(tensor)
-        self._win.Accumulate(mine, target, (start * tensor.itemsize, *mine[1:]), self._comm.mpi_op(op))
+        self._win.Accumulate(mine, target, (start * tensor.itemsize, *mine[1:]), self._comm.ops[op])
 
-    def fence(self) -> None:
-        check_epoch_call("fence", self.sync)
-        self._comm.barrier()
-        with self._watch("fence"):
-            self._win.Fence()
+    def enter(self, ranks: Sequence[int]) -> None:
+        if self.sync is Sync.FENCE:
+            self._fence()
+        elif self.sync is Sync.LOCK:  # a lock is held for as long as the window lives
+            meet(self._comm, ranks, tag=_MET)
 
-    def post(self, sources: Sequence[int]) -> None:
-        check_epoch_call("post", self.sync)
-        self._exposed = tuple(sources)
+    def open(self, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self.sync is not Sync.PSCW:
+            return
         if sources:
             group = self._group.Incl(list(sources))
             self._win.Post(group, self._assertion)
             group.Free()
-            notices(self._comm, to=sources, tag=_POSTED)
+        notices(self._comm, to=sources, by=targets, tag=_POSTED)
+        if targets:
+            group = self._group.Incl(list(targets))
+            with self._watch("start"):
+                self._win.Start(group, self._assertion)
+            group.Free()
 
-    def start(self, targets: Sequence[int]) -> None:
-        check_epoch_call("start", self.sync)
-        notices(self._comm, by=targets, tag=_POSTED)
-        group = self._group.Incl(list(targets))
-        with self._watch("start"):
-            self._win.Start(group, self._assertion)
-        group.Free()
+    def end(self, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self.sync is Sync.FENCE:
+            self._fence()
+        elif self.sync is Sync.LOCK:
+            for target in targets:
+                with self._watch("flush", peer=target):
+                    self._win.Flush(target)
+            notices(self._comm, to=targets, by=sources, tag=_DONE)
+        else:
+            if targets:
+                with self._watch("complete"):
+                    self._win.Complete()
+            if sources:
+                comm, missing = self._comm, tuple(sources)
+                waiting = Waiting(operation="wait of a window", rank=comm.rank, size=comm.size, missing=missing)
+                try:
+                    comm.wait_for(self._win.Test, lambda: waiting)
+                except CommTimeoutError:
+                    comm.gave_up()
+                    raise
 
-    def complete(self) -> None:
-        check_epoch_call("complete", self.sync)
-        with self._watch("complete"):
-            self._win.Complete()
-
-    def wait(self) -> None:
-        check_epoch_call("wait", self.sync)
-        if self._exposed:
-            self._comm.wait_for(self._win.Test, operation="wait of a window", missing=self._exposed)
-            self._exposed = ()
-
-    def flush(self, target: int) -> None:
-        check_epoch_call("flush", self.sync)
-        with self._watch("flush", peer=target):
-            self._win.Flush(target)
+    def _fence(self) -> None:
+        self._comm.barrier()
+        with self._watch("fence"):
+            self._win.Fence()
 
     def close(self) -> None:
         if not self._closed:

@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import DoneRequest, ThenRequest, as_bytes
-from tatami.comm.mesh_collectives import AbstractMeshCollectives
+from tatami.comm.base import AbstractRequest, DoneRequest, ThenRequest
+from tatami.comm.checked import as_bytes
+from tatami.comm.mesh_collectives import AbstractMeshCommunicator
 from tatami.comm.reduction import Op, combine
 from tatami.comm.staging import is_on_host
-from tatami.comm.tcp_waits import said_by
-from tatami.comm.transport import Transport, gather_roots
-from tatami.comm.wait import Waiting, wait_until
-from tatami.errors import CommError
+from tatami.comm.transport import Transport
+from tatami.comm.wait import Waiting, wait_for
+from tatami.errors import CommError, CommTimeoutError
 
 _OPS: dict[Op, Any] = (
     {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN} if dist.is_available() else {}
@@ -32,7 +31,7 @@ abandoned: list[tuple[Any, Any, tuple[torch.Tensor, ...]]] = []
 """Collectives whose wait timed out, with their group and tensors: NCCL may still write there."""
 
 
-class AbstractNcclCollectives(AbstractMeshCollectives):
+class AbstractNcclCollectives(AbstractMeshCommunicator):
     """The collectives; NCCL's process group of these ranks is made on the store when needed."""
 
     _store: Any
@@ -65,11 +64,13 @@ class AbstractNcclCollectives(AbstractMeshCollectives):
             return super()._start_allgather(tensor, out, counts)
         rooms = torch.split(out.view(-1), list(counts))
         rooms[self.rank].copy_(tensor.view(-1))
-        # Begun together they are one operation to NCCL, which would otherwise carry them out one after the other.
+        # Begun together they are one operation to NCCL, which would otherwise carry them out one after the other. All ranks
+        # begin the same ones in the same order, whatever they have themselves; one of nothing is left out.
         group = self._group()
         group._start_coalescing()
-        for root in gather_roots(counts):
-            self._bcast_work(rooms[root], root)
+        for root, count in enumerate(counts):
+            if count:
+                self._bcast_work(rooms[root], root)
         return self._works("allgather", [group._end_coalescing()], out)
 
     def _start_alltoall(
@@ -170,11 +171,12 @@ class WorkRequest(AbstractRequest):
 
     def wait(self) -> None:
         communicator = self._communicator
-        start_s = communicator.clock.now_s()
-        timeout_s, policy, doing = communicator.timeout_s, communicator.policy, self._waiting.describe
-        if wait_until(self.test, policy=policy, timeout_s=timeout_s, clock=communicator.clock, doing=doing) is not None:
+        timeout_s, policy = communicator.timeout_s, communicator.policy
+        try:
+            wait_for(self.test, lambda: self._waiting, policy=policy, timeout_s=timeout_s, clock=communicator.clock)
+        except CommTimeoutError:
             abandoned.append((self._works, self._group, self._keep))
-            raise self._waiting.timeout(communicator.clock.now_s() - start_s, roll_call=communicator.roll_call)
+            raise
 
     def _finish(self) -> None:
         works, self._works = self._works, []
@@ -185,3 +187,8 @@ class WorkRequest(AbstractRequest):
             raise CommError(
                 f"{self._waiting.describe()}: a rank has ended, or the link to it broke: {said_by(error)}"
             ) from error
+
+
+def said_by(error: RuntimeError) -> str:
+    """What torch's store, or NCCL, says, without the place in its source."""
+    return str(error).rpartition("] ")[2].partition(" This is typically")[0]

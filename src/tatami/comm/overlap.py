@@ -31,7 +31,7 @@ from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import HALF_DTYPES, Op, Reduction
 from tatami.comm.rounds import MessageSum
 from tatami.comm.shared_sum import loads_and_stores
-from tatami.comm.wait import Waiting, wait_policy, wait_until
+from tatami.comm.wait import Waiting, wait_for, wait_policy
 from tatami.comm.window import AbstractSharedWindow
 from tatami.errors import InputError
 from tatami.tiling.traffic import sum_schedule
@@ -168,15 +168,8 @@ class SharedOverlap(AbstractOverlap):
             self._announce(index)
 
     def wait(self) -> None:
-        waited_s = wait_until(
-            self._complete,
-            policy=self._policy,
-            timeout_s=self._comm.timeout_s,
-            clock=self._clock,
-            doing=lambda: self._waiting().describe(),
-        )
-        if waited_s is not None:
-            raise self._waiting().timeout(waited_s, roll_call=self._policy.roll_call)
+        timeout_s = self._comm.timeout_s
+        wait_for(self._complete, self._waiting, policy=self._policy, timeout_s=timeout_s, clock=self._clock)
         if self._crossing is not None:
             self._crossing.wait()
         self._window.make_visible()

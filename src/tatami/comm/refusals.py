@@ -1,9 +1,9 @@
 """What one rank refuses ends the waits of the others as well, with the same error; they would wait until their timeouts.
 
-A rank that fails in a block that all ranks go through sends its error to the others (`announce`), by the way on which ranks ask
-each other what they do: MPI's small messages, the store of torch.distributed, or the memory that threads share. A rank that
-waits looks there from time to time, and raises the failure of another rank on the communicator that it waits on, or on one that
-this is a part of.
+A rank that fails in a block that all ranks go through sends its error to the others (`tatami.comm.agreement.announce`), by the
+way on which ranks ask each other what they do: MPI's small messages, the store of torch.distributed, or the memory that threads
+share. A rank that waits looks there from time to time, and raises the failure of another rank on the communicator that it waits
+on, or on one that this is a part of.
 
 Ranks may all refuse the same, each by itself, and go on after they have caught it. So failures are counted: the n-th failure of
 one rank on a communicator ends the waits only of those that have failed less often there.
@@ -14,14 +14,12 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, TypeVar, final
+from typing import TypeVar
 
 from tatami import errors
-from tatami.errors import ClosedError, CommTimeoutError, RankDiedError, TatamiError, TrainingError, rebuilt, shortened
+from tatami.errors import TatamiError, TrainingError, rebuilt, shortened
 
 Raised = TypeVar("Raised", bound=BaseException)
 
@@ -29,28 +27,7 @@ LONGEST_TEXT = 1500
 """Characters of an error that are sent. MPI takes a message of that size to a rank that does not receive it."""
 GRACE_S = 0.5
 """A wait for a message between processes goes on for so long."""
-_CONSEQUENCES = (CommTimeoutError, RankDiedError, ClosedError)
-"""Other ranks find these out by themselves."""
 _KNOWN = "is_known_to_all_ranks"
-
-
-class _Ranks(Protocol):
-    """The part of a communicator that is needed here."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def refusals(self) -> Refusals | None: ...
-
-    @property
-    def lineage(self) -> str: ...
-
-    @property
-    def changes(self) -> bool: ...
-
-    @property
-    def is_closed(self) -> bool: ...
 
 
 @dataclass(kw_only=True)
@@ -131,58 +108,12 @@ class Refusals:
         return None
 
 
-@final
-class fail_together:  # noqa: N801 -- used as a function
-    """An exception that leaves this block on one rank ends the waits of the other ranks on `comm`, with the same error.
-
-        with fail_together(comm):
-            loss = step(batch)      # a rank that raises here, and goes on, would leave the others waiting for it
-
-    All ranks enter the block; what they wait for may be on `comm`, or on parts or duplicates that were made of it. An error of
-    Tatami's is raised on the others as it is; of any other, they raise a `TrainingError` that says rank, class and text. Where
-    ranks may leave and join (elastic runs), nothing is sent: those that stay go on.
-
-    Args:
-        comm: the ranks.
-        only: errors that are sent.
-    """
-
-    def __init__(self, comm: _Ranks, *, only: type[Exception] = Exception) -> None:
-        self._comm, self._only = comm, only
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, self._only):
-            announce(self._comm, error)
-
-
-def announce(comm: _Ranks, error: Exception) -> None:
-    """End the waits of the other ranks of `comm` with `error`, which ends what this rank does, unless they know it."""
-    refusals = comm.refusals
-    if refusals is None or comm.size == 1 or comm.changes or comm.is_closed or isinstance(error, _CONSEQUENCES):
-        return
-    cause: BaseException | None = error
-    while cause is not None:
-        if vars(cause).get(_KNOWN):
-            return
-        cause = cause.__cause__ or cause.__context__
-    refusals.note(error, comm.lineage)
-    known_to_all(error)
+def is_known_to_all(error: BaseException) -> bool:
+    """Whether `known_to_all` was called for it."""
+    return bool(vars(error).get(_KNOWN))
 
 
 def known_to_all(error: Raised) -> Raised:
     """`error`, which the other ranks have received, or raise at the same place."""
     vars(error)[_KNOWN] = True
     return error
-
-
-@contextmanager
-def called_by_all(call: str) -> Iterator[None]:
-    """Note what to do where ranks are missing in a collective; `call` is what the user's program calls. Also a decorator."""
-    try:
-        yield
-    except (CommTimeoutError, RankDiedError) as error:
-        error.add_note(f"{call} must be called by all ranks: is it inside of `if comm.rank == 0`?")
-        raise

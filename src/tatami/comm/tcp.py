@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.base import AbstractRequest
 from tatami.comm.job_token import job_token
-from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned
+from tatami.comm.mesh_collectives import MessageRequest
+from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned, said_by
+from tatami.comm.ranks import DEFAULT_TIMEOUT_S
 from tatami.comm.rendezvous import AbstractMeeting, StoreMeeting, Whereabouts
 from tatami.comm.stall_report import StoreRollCall, format_ranks
 from tatami.comm.tcp_mesh import TcpMesh
-from tatami.comm.tcp_waits import MessageRequest, said_by
 from tatami.comm.threads import single_communicator
 from tatami.comm.wait import Waiting, wait_policy
 from tatami.errors import CommError, InputError
@@ -94,13 +95,13 @@ class TcpCommunicator(AbstractNcclCollectives):
             if meeting is None:
                 token = job_token(os.environ) if token is None else token
                 meeting = StoreMeeting(c10d.PrefixStore(f"{name}/mesh", store), rank=rank, size=size, token=token)
-            self._mesh = TcpMesh(meeting, rank=rank, size=size)
+            self.mesh = TcpMesh(meeting, rank=rank, size=size)
             places = [each.place for each in self._met()]
             self._hosts = tuple(place.host for place in places)
             ours = c10d.PrefixStore(f"{name}/roll call", store)
             self._roll_call = StoreRollCall(ours, rank=rank, places=places, clock=self.clock)
         else:
-            self._mesh = part_of._mesh
+            self.mesh = part_of.mesh
         _open.add(self)
         policy = wait_policy(ranks_on_host=self.local_size, cores=len(os.sched_getaffinity(0)))
         self.policy = replace(policy, roll_call=self._roll_call, lineage=name, members=self.world_ranks)
@@ -112,9 +113,9 @@ class TcpCommunicator(AbstractNcclCollectives):
         """
         start_s = self.clock.now_s()
         try:
-            return self._mesh.connect(lambda missing: self._check_meeting(start_s, missing))
+            return self.mesh.connect(lambda missing: self._check_meeting(start_s, missing))
         except BaseException as error:
-            self._mesh.close()
+            self.mesh.close()
             if isinstance(error, RuntimeError) and not isinstance(error, CommError):
                 raise CommError(f"rank {self.rank} of {self.size} could not reach all others: {said_by(error)}") from error
             raise
@@ -203,7 +204,7 @@ class TcpCommunicator(AbstractNcclCollectives):
         """
         self._severed = True
         if self._owns_mesh:
-            self._mesh.sever()
+            self.mesh.sever()
         for part in list(self._parts):
             part.sever()
 
@@ -211,7 +212,7 @@ class TcpCommunicator(AbstractNcclCollectives):
         if not self._closed:
             self._closed = True
             if self._owns_mesh:
-                self._mesh.close()
+                self.mesh.close()
             self._nccl = None
 
     def abort(self, reason: str) -> Never:

@@ -11,9 +11,9 @@ from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.memory_barrier import meet, notices
 from tatami.comm.reduction import Op, combine
-from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_epoch_call, check_window_open
+from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_window_open
 
-_POSTED, _COMPLETED, _MET = 0, 1, 2
+_POSTED, _DONE, _MET = 0, 1, 2
 """Tags, on a communicator of the window's own."""
 
 
@@ -28,8 +28,6 @@ class ThreadWindow(AbstractWindow):
         self.tensor = tensors[comm.rank]
         self._tensors = tensors
         self._lock = lock
-        self._sources: tuple[int, ...] = ()
-        self._targets: tuple[int, ...] = ()
         self._closed = False
 
     def put(self, tensor: torch.Tensor, target: int, *, start: int) -> None:
@@ -43,34 +41,19 @@ class ThreadWindow(AbstractWindow):
         with self._lock:
             combine(room, tensor, op)
 
-    def fence(self) -> None:
-        check_epoch_call("fence", self.sync)
-        meet(self._comm, range(self._comm.size), tag=_MET)
+    def enter(self, ranks: Sequence[int]) -> None:
+        if self.sync is not Sync.PSCW:
+            meet(self._comm, ranks if self.sync is Sync.LOCK else range(self._comm.size), tag=_MET)
 
-    def post(self, sources: Sequence[int]) -> None:
-        check_epoch_call("post", self.sync)
-        self._sources = tuple(sources)
-        for source in sources:
-            self._comm.isend(torch.empty(0, dtype=torch.uint8, device="cpu"), source, tag=_POSTED)
+    def open(self, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self.sync is Sync.PSCW:
+            notices(self._comm, to=sources, by=targets, tag=_POSTED)
 
-    def start(self, targets: Sequence[int]) -> None:
-        check_epoch_call("start", self.sync)
-        self._targets = tuple(targets)
-        notices(self._comm, by=targets, tag=_POSTED)
-
-    def complete(self) -> None:
-        check_epoch_call("complete", self.sync)
-        for target in self._targets:
-            self._comm.isend(torch.empty(0, dtype=torch.uint8, device="cpu"), target, tag=_COMPLETED)
-        self._targets = ()
-
-    def wait(self) -> None:
-        check_epoch_call("wait", self.sync)
-        notices(self._comm, by=self._sources, tag=_COMPLETED)
-        self._sources = ()
-
-    def flush(self, target: int) -> None:  # noqa: ARG002 - a copy is there at once
-        check_epoch_call("flush", self.sync)
+    def end(self, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self.sync is Sync.FENCE:
+            meet(self._comm, range(self._comm.size), tag=_MET)
+        else:
+            notices(self._comm, to=targets, by=sources, tag=_DONE)
 
     def close(self) -> None:
         self._closed = True

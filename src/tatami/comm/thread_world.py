@@ -11,17 +11,17 @@ import functools
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 from typing import Any, Never
 
 import torch
 
 from tatami.clock import Clock
 from tatami.collective import Sync
-from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import MAX_TAG, CheckedCommunicator, as_bytes
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
+from tatami.comm.checked import MAX_TAG, as_bytes
 from tatami.comm.reduction import Op, combine
 from tatami.comm.refusals import Refusals
 from tatami.comm.thread_window import ThreadSharedWindow, ThreadWindow
@@ -142,7 +142,7 @@ class _ThreadRequest(AbstractRequest):
         )
 
 
-class ThreadCommunicator(CheckedCommunicator):
+class ThreadCommunicator(AbstractCommunicator):
     """One rank of a world of threads, or of a part of it made by `split`."""
 
     def __init__(self, world: ThreadWorld, *, members: tuple[int, ...], rank: int, group: str, timeout_s: float) -> None:
@@ -303,16 +303,17 @@ class ThreadCommunicator(CheckedCommunicator):
     def _meet(
         self,
         operation: str,
-        brought: tuple[torch.Tensor | None, tuple[int, ...]],
-        take: Callable[[list[Any]], object],
+        tensor: torch.Tensor | None,
+        pick: Callable[[list[Any], list[tuple[int, ...]]], Iterable[_Result]],
         *,
+        counts: tuple[int, ...] = (),
         root: int | None = None,
     ) -> AbstractRequest:
+        """`pick` returns the results of this rank, from what all ranks gave as `tensor` and as `counts`."""
         world = self.world
         self._num_meetings += 1
         key = (self._group, self._num_meetings)
         call = operation if root is None else f"{operation} with root {root}"
-        tensor, counts = brought
         copied = None if tensor is None else tensor.flatten().clone()
         with world.changed:
             meeting = world.meetings.setdefault(key, _Meeting(call=call))
@@ -326,7 +327,12 @@ class ThreadCommunicator(CheckedCommunicator):
                 world.changed.notify_all()
 
         def finish() -> None:
-            take([meeting.brought[rank] for rank in range(self.size)])
+            given, sizes = zip(*(meeting.brought[rank] for rank in range(self.size)), strict=True)
+            for room, part, source in pick(list(given), list(sizes)):
+                if room.nbytes != part.nbytes:
+                    problem = wrong_size(part.nbytes, room.nbytes)
+                    raise CommError(f"{operation} on rank {self.rank} of {self.size}: from rank {source}: {problem}")
+                as_bytes(room).copy_(as_bytes(part))
             with world.changed:
                 meeting.num_left += 1
                 if meeting.num_left == self.size:
@@ -341,83 +347,64 @@ class ThreadCommunicator(CheckedCommunicator):
         )
 
     def _start_barrier(self) -> AbstractRequest:
-        return self._meet("barrier", (None, ()), lambda _: None)
+        return self._meet("barrier", None, lambda *_: ())
 
     def _start_bcast(self, tensor: torch.Tensor, root: int) -> AbstractRequest:
-        def take(brought: list[Any]) -> None:
-            if self.rank != root:
-                self._put("bcast", tensor, brought[root][0], source=root)
-
-        return self._meet("bcast", (tensor if self.rank == root else None, ()), take, root=root)
+        if self.rank == root:
+            return self._meet("bcast", tensor, lambda *_: (), root=root)
+        return self._meet("bcast", None, lambda given, _: [(tensor, given[root], root)], root=root)
 
     def _start_gather(
         self, tensor: torch.Tensor, out: torch.Tensor | None, root: int, counts: tuple[int, ...]
     ) -> AbstractRequest:
-        def take(brought: list[Any]) -> None:
-            if self.rank == root:
-                assert out is not None
-                self._put_all("gather", out, [part for part, _ in brought], counts)
-
-        return self._meet("gather", (tensor, ()), take, root=root)
+        return self._meet("gather", tensor, lambda given, _: () if out is None else _parts(out, counts, given), root=root)
 
     def _start_scatter(
         self, tensor: torch.Tensor | None, out: torch.Tensor, root: int, counts: tuple[int, ...]
     ) -> AbstractRequest:
-        def take(brought: list[Any]) -> None:
-            whole, sizes = brought[root]
-            self._put("scatter", out, torch.split(whole, list(sizes))[self.rank], source=root)
+        def pick(given: list[Any], sizes: list[tuple[int, ...]]) -> list[_Result]:
+            return [(out, torch.split(given[root], list(sizes[root]))[self.rank], root)]
 
-        return self._meet("scatter", (tensor, counts), take, root=root)
+        return self._meet("scatter", tensor, pick, counts=counts, root=root)
 
     def _start_allgather(self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...]) -> AbstractRequest:
-        return self._meet(
-            "allgather", (tensor, ()), lambda brought: self._put_all("allgather", out, [part for part, _ in brought], counts)
-        )
+        return self._meet("allgather", tensor, lambda given, _: _parts(out, counts, given))
 
     def _start_alltoall(
         self, tensor: torch.Tensor, out: torch.Tensor, send_counts: tuple[int, ...], recv_counts: tuple[int, ...]
     ) -> AbstractRequest:
-        def take(brought: list[Any]) -> None:
-            self._put_all(
-                "alltoall", out, [torch.split(whole, list(sizes))[self.rank] for whole, sizes in brought], recv_counts
-            )
+        def pick(given: list[Any], sizes: list[tuple[int, ...]]) -> Iterable[_Result]:
+            mine = [torch.split(whole, list(each))[self.rank] for whole, each in zip(given, sizes, strict=True)]
+            return _parts(out, recv_counts, mine)
 
-        return self._meet("alltoall", (tensor, send_counts), take)
+        return self._meet("alltoall", tensor, pick, counts=send_counts)
 
     def _start_reduce(self, tensor: torch.Tensor, root: int, op: Op) -> AbstractRequest:
-        def take(brought: list[Any]) -> None:
-            if self.rank == root:
-                self._put("reduce", tensor, _reduced([part for part, _ in brought], op), source=root)
+        def pick(given: list[Any], _: object) -> Iterable[_Result]:
+            return [(tensor, _reduced(given, op), root)] if self.rank == root else ()
 
-        return self._meet("reduce", (tensor, ()), take, root=root)
+        return self._meet("reduce", tensor, pick, root=root)
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Op) -> AbstractRequest:
-        return self._meet(
-            "allreduce",
-            (tensor, ()),
-            lambda brought: self._put("allreduce", tensor, _reduced([part for part, _ in brought], op), source=0),
-        )
+        return self._meet("allreduce", tensor, lambda given, _: [(tensor, _reduced(given, op), 0)])
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], op: Op
     ) -> AbstractRequest:
-        start = list(accumulate(counts, initial=0))[self.rank]
+        start = sum(counts[: self.rank])
+        mine = slice(start, start + counts[self.rank])
+        return self._meet(
+            "reduce_scatter", tensor, lambda given, _: [(out, _reduced([part[mine] for part in given], op), self.rank)]
+        )
 
-        def take(brought: list[Any]) -> None:
-            pieces = [part[start : start + counts[self.rank]] for part, _ in brought]
-            self._put("reduce_scatter", out, _reduced(pieces, op), source=self.rank)
 
-        return self._meet("reduce_scatter", (tensor, ()), take)
+_Result = tuple[torch.Tensor, torch.Tensor, int]
+"""Where it goes, its values, and the rank that they are from."""
 
-    def _put(self, operation: str, out: torch.Tensor, part: torch.Tensor, *, source: int) -> None:
-        if out.nbytes != part.nbytes:
-            problem = wrong_size(part.nbytes, out.nbytes)
-            raise CommError(f"{operation} on rank {self.rank} of {self.size}: from rank {source}: {problem}")
-        as_bytes(out).copy_(as_bytes(part))
 
-    def _put_all(self, operation: str, out: torch.Tensor, given: list[torch.Tensor], counts: tuple[int, ...]) -> None:
-        for source, (room, part) in enumerate(zip(torch.split(out.view(-1), list(counts)), given, strict=True)):
-            self._put(operation, room, part, source=source)
+def _parts(out: torch.Tensor, counts: tuple[int, ...], given: list[torch.Tensor]) -> Iterable[_Result]:
+    """What each rank has given, for its part of `out`."""
+    return zip(torch.split(out.view(-1), list(counts)), given, range(len(given)), strict=True)
 
 
 def wrong_size(sent_bytes: int, room_bytes: int) -> str:

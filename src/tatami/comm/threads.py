@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from tatami.clock import Clock, SystemClock
-from tatami.comm.base import DEFAULT_TIMEOUT_S
+from tatami.comm.ranks import DEFAULT_TIMEOUT_S
 from tatami.comm.thread_world import ThreadCommunicator, ThreadWorld
 from tatami.errors import InputError
 

@@ -93,14 +93,6 @@ def choose_route(places: Sequence[DevicePlace]) -> Route:
     )
 
 
-def gather_roots(counts: Sequence[int]) -> tuple[int, ...]:
-    """Who broadcasts in an all-gather of uneven parts, which neither gloo nor NCCL has: every rank that has a part, in order.
-
-    All ranks begin the same broadcasts in the same order, whatever they have themselves; one of nothing is left out.
-    """
-    return tuple(rank for rank, count in enumerate(counts) if count)
-
-
 def _sharing(places: Sequence[DevicePlace]) -> list[int]:
     """The ranks of the first card that several have."""
     for place in places:

@@ -148,3 +148,20 @@ class Waiting:
             f"{self.describe()} timed out after {waited_s:.3g} s: {who}. {findings or question} "
             "Raise timeout_s if it is only slow or the link is."
         )
+
+
+def wait_for(
+    done: Callable[[], bool], waiting: Callable[[], Waiting], *, policy: WaitPolicy, timeout_s: float, clock: Clock
+) -> None:
+    """As `wait_until`, for what `waiting` describes, which may be known better as time passes.
+
+    Raises:
+        CommTimeoutError: `timeout_s` passed first; names who did not come.
+        TatamiError: what another rank has failed with.
+    """
+    if done():
+        return
+    doing, peer = (lambda: waiting().describe()), waiting().peer
+    waited_s = wait_until(done, policy=policy, timeout_s=timeout_s, clock=clock, doing=doing, peer=peer)
+    if waited_s is not None:
+        raise waiting().timeout(waited_s, roll_call=policy.roll_call)

@@ -2,17 +2,18 @@
 
 Two kinds, both holding torch tensors where MPI or the host's memory has them, so that nothing is copied:
 
-* `AbstractWindow` (`communicator.window(...)`): remote memory access across any ranks, for one kind of synchronisation:
+* `AbstractWindow` (`communicator.window(...)`): remote memory access across any ranks, in epochs of one kind (`Sync`):
 
-      Sync.FENCE   fence(); put(...); fence()                                     all ranks meet
-      Sync.PSCW    post(sources); start(targets); put(...); complete(); wait()    only the peers of this epoch
-      Sync.LOCK    put(...); flush(target)                                        tell the target by a message of your own
+      window.enter(ranks)                               once
+      window.open(sources=[before], targets=[after])    before the puts of a round
+      window.put(tensor, after, start=0)
+      window.end(sources=[before], targets=[after])     what the sources put is there, and `tensor` may be changed
 
 * `AbstractSharedWindow` (`communicator.shared_window(...)`): ranks of one host; `of(rank)` is that rank's tensor itself.
   What one rank has written another may read after both have passed a `barrier()`.
 
-Making and closing a window is collective, and so are `fence` and `barrier`. Tensors of a window that was closed must not be
-touched: their memory is gone.
+Making and closing a window is collective, and so are `barrier` and the epochs of fences. Tensors of a window that was closed
+must not be touched: their memory is gone.
 
 Waits are polite and end with an error that says who did not come. The few calls that MPI has in a blocking form only (a fence,
 a flush) are entered when all that they need is known to be there; should a peer die just then, a watchdog ends the job and
@@ -29,15 +30,6 @@ import torch
 from tatami.collective import Sync
 from tatami.comm.reduction import Op
 from tatami.errors import ClosedError, InputError
-
-EPOCH_CALLS = {
-    "fence": Sync.FENCE,
-    "post": Sync.PSCW,
-    "start": Sync.PSCW,
-    "complete": Sync.PSCW,
-    "wait": Sync.PSCW,
-    "flush": Sync.LOCK,
-}
 
 
 class AbstractWindow(ABC):
@@ -68,28 +60,19 @@ class AbstractWindow(ABC):
         """
 
     @abstractmethod
-    def fence(self) -> None:
-        """All ranks meet; what was put before is there afterwards."""
+    def enter(self, ranks: Sequence[int]) -> None:
+        """Before the first round of puts among `ranks`: FENCE and LOCK meet."""
 
     @abstractmethod
-    def post(self, sources: Sequence[int]) -> None:
-        """Open this rank's memory to `sources`; does not wait."""
+    def open(self, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Before the puts of a round, from `sources` to this rank and from this rank to `targets`. PSCW: post, and start."""
 
     @abstractmethod
-    def start(self, targets: Sequence[int]) -> None:
-        """Wait until all `targets` have posted for this rank."""
+    def end(self, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """After them: what came in the round has arrived, and what was put may be changed.
 
-    @abstractmethod
-    def complete(self) -> None:
-        """End what `start` began: the tensors that were put may be changed."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """End what `post` began: wait until all sources have completed; what they put is there."""
-
-    @abstractmethod
-    def flush(self, target: int) -> None:
-        """Return when everything put to `target` is there; `target` is not told."""
+        FENCE: all ranks meet. PSCW: complete, and wait. LOCK: flush, then notify the targets by an empty message.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -124,19 +107,6 @@ class AbstractSharedWindow(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the memory back. Collective."""
-
-
-def check_epoch_call(call: str, sync: Sync) -> None:
-    """Refuse a synchronisation that a window was not made for.
-
-    Raises:
-        InputError: names the kind to make it with.
-    """
-    needed = EPOCH_CALLS[call]
-    if sync is not needed:
-        raise InputError(
-            f"{call}() synchronises windows made with sync={needed.value!r}; this one was made with sync={sync.value!r}"
-        )
 
 
 def check_window(size: int, sync: Sync) -> None:

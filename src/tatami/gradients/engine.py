@@ -48,8 +48,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from tatami.comm.agreement import announce
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import announce
 from tatami.errors import InputError, ModelError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.outside_reads import OutsideReads

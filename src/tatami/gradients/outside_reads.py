@@ -24,8 +24,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from tatami.comm.agreement import fail_together
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import fail_together
 from tatami.errors import InputError, warn
 from tatami.gradients.loss_graph import refuse_coupling_loss
 from tatami.gradients.passes import are_made_by

@@ -19,9 +19,8 @@ from torch.utils import _pytree as pytree
 
 from tatami.checkpoints.parts import PartOfWeights, check_units, units_tensor
 from tatami.cluster import Cluster
-from tatami.comm.agreement import Watch, all_or_none, debugging
+from tatami.comm.agreement import Watch, all_or_none, announce, called_by_all, debugging
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import announce, called_by_all
 from tatami.comm.short_sum import ShortSum
 from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError

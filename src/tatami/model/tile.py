@@ -14,10 +14,9 @@ from torch import nn
 
 from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, listed_speeds
-from tatami.comm.agreement import decided_on_root, same_everywhere
+from tatami.comm.agreement import decided_on_root, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
-from tatami.comm.refusals import fail_together
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, warn
 from tatami.inputs import check_at_least
 from tatami.measure.speed_curves import measure_block_curves, measure_network_curves, with_curves

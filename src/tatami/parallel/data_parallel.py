@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from tatami.cluster import Cluster
-from tatami.comm.agreement import Watch, same_everywhere
+from tatami.comm.agreement import Watch, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.refusals import fail_together
 from tatami.errors import InputError, TatamiError
 from tatami.functions.structure import with_tensors
 from tatami.gradients.bucketed_sums import BucketedSums

@@ -19,9 +19,8 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from tatami.comm.agreement import Watch, debugging
+from tatami.comm.agreement import Watch, debugging, fail_together
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import fail_together
 from tatami.errors import InputError
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import BUCKET_BYTES, check_wire

@@ -13,8 +13,7 @@ from typing import Self
 import torch
 
 from tatami.clock import Clock, SystemClock
-from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.checked import DoneRequest
+from tatami.comm.base import AbstractCommunicator, AbstractRequest, DoneRequest
 from tatami.comm.wrapper import WrappedCommunicator
 from tatami.server.run_settings import TaskPhase
 

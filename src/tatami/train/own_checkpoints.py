@@ -18,7 +18,7 @@ import torch
 
 from tatami.checkpoints.multi_node_checkpoint import MultiNodeCheckpoint, Resumed
 from tatami.checkpoints.state_codec import State
-from tatami.comm.refusals import called_by_all
+from tatami.comm.agreement import called_by_all
 from tatami.errors import CheckpointError, InputError
 from tatami.model.model import TiledModel
 from tatami.runtime.optimizers import check_optimizer, check_parameters

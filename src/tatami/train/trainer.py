@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tatami.clock import Clock, SystemClock
-from tatami.comm.agreement import same_everywhere
+from tatami.comm.agreement import called_by_all, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.refusals import called_by_all, fail_together
 from tatami.errors import InputError, MemoryLackError, ModelError
 from tatami.inputs import check_seed
 from tatami.model.model import TiledModel
