@@ -188,7 +188,6 @@ def outcome(iteration_s: float, *, checks: list[Check], speeds: dict[str, float]
         history=History(losses=[1.0], iteration_s=[iteration_s], checks=checks),
         loss=1.0,
         accuracy={},
-        first=TILING,
         tiling=TILING,
         speeds=speeds,
         iteration_s=iteration_s,
