@@ -17,7 +17,8 @@ from tatami.cli.terminal import show, show_json, width
 from tatami.cluster import Cluster, parse_speeds
 from tatami.errors import InputError, shortened
 from tatami.planning import Answer, PlanComparison, answers, compared, questions
-from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, is_same, save
+from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, save
+from tatami.report.recommended import is_same
 from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.workload import Workload, has_blocks_of
 

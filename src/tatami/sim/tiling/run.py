@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tatami.retiling import Alarm, Controller, Decision, Glance, StagedDecision, Timing, Watcher, moves
+from tatami.retiling import Alarm, Controller, Decision, Glance, Timing, Watcher, moves
 from tatami.retiling.timing import PROBE_EVERY
 from tatami.sim.stage import Stage, Then, play
 from tatami.sim.tiling.changes import Speeds
@@ -45,7 +45,7 @@ class TilingRun:
     total_s: float
     iteration_s: tuple[float, ...]
     compute_s: tuple[tuple[float, float], ...]
-    decisions: tuple[Decision | StagedDecision, ...]
+    decisions: tuple[Decision, ...]
     move_s: tuple[float, ...]
     tilings: tuple[Tiling, ...]
     bytes_moved: float
@@ -225,12 +225,13 @@ class TilingPlay:
                 self._controller.moved(self.move_s[-1])
             self._next(dict.fromkeys(self.floor.names, 0.0))
 
-        if not decision.remaps:
+        if not decision.remaps or self._controller is None:
             go_on()
             return
         before = self.floor.tilings
         self._window.clear()
-        self.floor = self._laid(decision.tiling, decision.layout.cut_blocks(self._workload), decision.layout)
+        layout, work = self._controller.layout, self._workload
+        self.floor = self._laid(layout.cut(samples=work.samples, units=work.units), layout.cut_blocks(work), layout)
         self._move(before, go_on)
 
     def _move(self, before: Sequence[Tiling], then: Then) -> None:

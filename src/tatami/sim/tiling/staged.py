@@ -21,7 +21,7 @@ import numpy as np
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.retiling import StagedDecision, StagedWatcher
+from tatami.retiling import Decision, StagedWatcher
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.stage import Stage, play
 from tatami.sim.tiling.changes import Change, Speeds
@@ -323,7 +323,7 @@ def rehearse_stages(job: StagedJob) -> TilingRun:
         watcher = StagedWatcher(cluster=job.cluster, workload=job.workload, layout=job.layout, cost=job.cost, stages=job.stages)
     now_s = moved_bytes = 0.0
     iteration_s, compute_s, move_s = [], [], []
-    decisions: list[StagedDecision] = []
+    decisions: list[Decision] = []
     known: StagedIteration | None = None
     num_simulated = 0
     for number in range(1, job.iterations + 1):
@@ -346,7 +346,7 @@ def rehearse_stages(job: StagedJob) -> TilingRun:
         move_s.append(watcher.move_s if decision.remaps else 0.0)
         if decision.remaps:
             now_s += move_s[-1]
-            plan, known = price(decision.layout), None
+            plan, known = price(watcher.layout), None
             watcher.moved(move_s[-1])
     return TilingRun(
         total_s=now_s,
