@@ -65,7 +65,6 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
     ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
     every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, with a check every N iterations.")] = None
-    unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds, as if the speeds were unknown.")] = False
     sweep: SweepOption = None
     cores: Cores = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None
@@ -97,9 +96,6 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
             check_path(path, force=job.force)
     swept = parse_sweep(job.sweep, known=_SWEPT)
     machines = machines_of(job.cluster, job.speeds)
-    believed = machines
-    if job.unknown:
-        believed = replace(machines, processors=tuple(replace(each, speed=1.0) for each in machines.processors))
     labels: list[str] = []
     jobs: list[TilingJob | StagedJob] = []
     for value in swept.values:
@@ -115,19 +111,15 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         changes = (*slowed, *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
-            layout = _layout(job, name.strip(), cluster=believed, workload=workload)
+            layout = _layout(job, name.strip(), cluster=machines, workload=workload)
             if isinstance(layout, StagedLayout):
                 jobs.append(
                     StagedJob(
                         platform=ClusterPlatform(cluster=machines),
-                        cluster=believed,
+                        cluster=machines,
                         workload=workload,
                         layout=layout,
                         iterations=iterations,
-                        slower={
-                            each.name: float(each.speed) / float(machines.by_name[each.name].speed)
-                            for each in believed.processors
-                        },
                         changes=changes,
                         retiles=job.retile,
                         stages=job.stages,
@@ -137,14 +129,12 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
             jobs.append(
                 TilingJob(
                     platform=ClusterPlatform(cluster=machines),
-                    cluster=believed,
+                    cluster=machines,
                     workload=workload,
                     layout=layout,
                     iterations=iterations,
-                    speeds=tuple(machines.speeds.values()),
                     changes=changes,
                     retiler=retiler if job.retile else None,
-                    known_speeds=not job.unknown,
                 )
             )
     if job.plot_watch is not None and (len(jobs) != 1 or not job.retile or job.every is not None or "every" in swept.name):
@@ -217,7 +207,6 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         "--plot-watch": job.plot_watch,
         "--retile": job.retile,
         "--every": job.every,
-        "--unknown": job.unknown,
         "--sweep": job.sweep,
     }
     if other := [name for name, value in others.items() if value]:

@@ -67,7 +67,6 @@ class Controller(AbstractDecider):
             last=self._last,
             first=self._first,
             streak=self._streak,
-            cost=self._cost,
         )
         short = self._short(recent)
         if short is not None:

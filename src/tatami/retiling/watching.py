@@ -203,7 +203,6 @@ class Watcher(AbstractDecider):
             cluster=self.links.cluster,
             workload=self.workload,
             layout=self.layout,
-            cost=self._cost,
             slow_hosts=self.links.slow_hosts,
         )
 

@@ -42,7 +42,6 @@ class StagedJob:
         workload: what is laid out, with its pieces.
         layout: how.
         iterations: how many.
-        slower: how many times as slow as in `cluster` a processor truly is.
         changes: of speeds, against those that the run begins with.
         retiles: whether other stages are moved to when that pays.
         stages: how many there must be then; None: as many as is fastest.
@@ -57,7 +56,6 @@ class StagedJob:
     workload: Workload
     layout: StagedLayout
     iterations: int = 1
-    slower: Mapping[str, float] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     retiles: bool = False
     stages: int | None = None
@@ -66,7 +64,7 @@ class StagedJob:
     def __post_init__(self) -> None:
         if self.iterations < 1:
             raise PlanError(f"a run has at least 1 iteration, not {self.iterations}")
-        unknown = {*self.slower, *(each.processor for each in self.changes)} - set(self.cluster.by_name)
+        unknown = {each.processor for each in self.changes} - set(self.cluster.by_name)
         if unknown:
             raise PlanError(f"the speeds of {', '.join(sorted(unknown))} change, and there is no such processor")
 
@@ -315,8 +313,7 @@ def _tied(plan: StagedPlan) -> list[int]:
 
 def rehearse_stages(job: StagedJob) -> TilingRun:
     """Simulate a run with pipeline stages."""
-    factors = {name: 1.0 / job.slower.get(name, 1.0) for name in job.cluster.by_name}
-    speeds = Speeds(factors, changes=job.changes)
+    speeds = Speeds(dict.fromkeys(job.cluster.by_name, 1.0), changes=job.changes)
     price = partial(price_stages, cluster=job.cluster, workload=job.workload, cost=job.cost)
     plan, watcher = price(job.layout), None
     if job.retiles:
