@@ -13,19 +13,10 @@ from tatami import tiling
 from tatami.cluster import Cluster, fastest, listed_speeds
 from tatami.cluster.changes import changed, with_more, without
 from tatami.errors import InputError, MemoryLackError, PlanError
-from tatami.report import (
-    Table,
-    display_names,
-    machine_lines,
-    machine_table,
-    plan_table,
-    recommendation,
-    sized_table,
-    staged_lines,
-    staged_recommendation,
-    staged_time_words,
-    time_words,
-)
+from tatami.report.machines import display_names, machine_lines, machine_table
+from tatami.report.recommended import plan_table, recommendation, time_words
+from tatami.report.staged import staged_lines, staged_recommendation, staged_time_words
+from tatami.report.tables import Table, sized_table
 from tatami.report.words import wrapped
 from tatami.tiling import (
     AbstractCost,

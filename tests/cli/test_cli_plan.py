@@ -375,7 +375,7 @@ def test_a_network_in_a_file_is_what_is_timed(tmp_path: Path) -> None:
         assert float(processor.speed) == told["speed_flop_per_s"] > 0
         assert points is None or [size for size, _ in points] == sorted(size for size, _ in points)
     for text, said in (
-        ("sample = 1", "does not define build_model"),
+        ("sample = 1", "must define build_model and sample; it lacks build_model"),
         ("sample = 1\ndef build_model(): pass", "returned NoneType"),
     ):
         network.write_text(text)

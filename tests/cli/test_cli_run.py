@@ -177,7 +177,7 @@ def test_the_course_of_a_run_is_cut_at_its_checks_or_into_equal_parts() -> None:
 def check(iteration: int, *, moves: bool) -> Check:
     kind = DecisionKind.WHOLE if moves else DecisionKind.KEEP
     decision = Decision(
-        kind=kind, check=1, iteration=iteration, layout=cast(Layout, None), tiling=TILING, speeds={"p0": 1.0, "p1": 0.5},
+        kind=kind, iteration=iteration, layout=cast(Layout, None), speeds={"p0": 1.0, "p1": 0.5},
         ratio=None, predicted=1.0, reason="even enough",
     )  # fmt: skip
     return Check(decision=decision, compute_s={"p0": 1.0, "p1": 2.0}, moved=None)
@@ -188,7 +188,6 @@ def outcome(iteration_s: float, *, checks: list[Check], speeds: dict[str, float]
         history=History(losses=[1.0], iteration_s=[iteration_s], checks=checks),
         loss=1.0,
         accuracy={},
-        first=TILING,
         tiling=TILING,
         speeds=speeds,
         iteration_s=iteration_s,

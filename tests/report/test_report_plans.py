@@ -7,16 +7,9 @@ import pytest
 from tatami.cluster import Cluster, Link, OwnLink, Processor
 from tatami.errors import InputError
 from tatami.planning import answers, compared, questions
-from tatami.report import (
-    answer_table,
-    blank,
-    display_names,
-    draw_answers,
-    machine_lines,
-    machine_table,
-    plan_table,
-    recommendation,
-)
+from tatami.report import answer_table, blank, draw_answers
+from tatami.report.machines import display_names, machine_lines, machine_table
+from tatami.report.recommended import plan_table, recommendation
 from tatami.tiling import AlphaBetaCost, Obstacle, Plan, PlanLimits, compare, limits, plan, timeline
 from tatami.workload import Workload, gpt_workload
 

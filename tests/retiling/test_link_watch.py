@@ -7,7 +7,7 @@ import pytest
 
 from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import PlanError
-from tatami.retiling import Decision, Retiler, StagedDecision, StagedWatcher, Watcher
+from tatami.retiling import Decision, Retiler, StagedWatcher, Watcher
 from tatami.retiling.estimates import Estimates
 from tatami.retiling.link_watch import watched_messages
 from tatami.tiling import Layout, Replica, StagedPlan, plan_stages, price_stages
@@ -180,7 +180,7 @@ class Run:
         self.slower = dict.fromkeys(self.machines.by_name, 1.0)
         self._random, self._noise, self.iteration = np.random.default_rng(seed), noise, 0
 
-    def go(self, iterations: int) -> list[StagedDecision]:
+    def go(self, iterations: int) -> list[Decision]:
         """The moves."""
         found = []
         for _ in range(iterations):

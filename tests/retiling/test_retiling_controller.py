@@ -54,6 +54,7 @@ def test_the_published_rule_takes_t2_for_the_whole_and_t1_for_the_replicas() -> 
     assert whole.speeds["p0"] / whole.speeds["p1"] == pytest.approx(2)
     lines = controller(Retiler.published()).observe(20, measured(range(1, 21), t1=(2, 3), t2=(1, 2), compute=(1, 9)))
     assert lines.speeds["p0"] / lines.speeds["p1"] == pytest.approx(1.5)
+    assert isinstance(lines.layout, Layout)
     assert lines.layout.replicas[0].heights == pytest.approx((0.6, 0.4))
     assert lines.layout.replicas[0].width == 1.0
     assert lines.layout.processors == ("p0", "p1")

@@ -182,7 +182,7 @@ def test_a_layout_that_needs_more_messages_must_pay_even_if_they_take_longer_tha
     processors = tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(CONDITION_A))
     replicas = tuple(Replica(width=0.125, processors=(each.name,), heights=(1.0,)) for each in processors)
     situation = Situation(
-        retiler=Retiler(), cluster=Cluster(processors=processors), workload=NETWORK, layout=Layout(replicas=replicas), cost=None
+        retiler=Retiler(), cluster=Cluster(processors=processors), workload=NETWORK, layout=Layout(replicas=replicas)
     )
     speeds = {each.name: each.speed * FLOP_PER_S / NETWORK.work_flop for each in processors}
     stay_s, (shifted, *others) = levels(situation, speeds, fixed_s=0.005)
@@ -207,7 +207,6 @@ def test_a_machine_whose_messages_slowed_down_with_it_is_left_out_as_soon_as_tha
             cluster=Cluster(processors=processors),
             workload=NETWORK,
             layout=Layout(replicas=replicas),
-            cost=None,
         )
         speeds = {each.name: each.speed / NETWORK.work_flop * (0.3 if each.name == "p1" else 1.0) for each in processors}
         _, found = levels(situation, speeds, fixed_s=0.005)

@@ -1,10 +1,10 @@
 """`tatami server`: what it refuses, and what it tells of a run."""
 
-import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from hand_clock import HandClock
 from tatami.cli.app import app
-from tatami.cli.server import RunDisplay
+from tatami.cli.server import shown_rounds
+from tatami.progress import LineProgress
 from tatami.report.server_run import Failure, RunReport, RunStatus
+from tatami.server import RunControl
 
 FAILURE = Failure(at_s=4.0, who="worker 1", process=1, how="died", silent_s=0.1, round=2, lost_s=1.25)
 REPORT = RunReport(recovery="ignore", reached_s=(0.0, 1.0, 2.0, 5.0), losses=(3.0, 2.0, 1.5), failures=(FAILURE,), workers=3)
@@ -127,46 +129,26 @@ def test_numbers_that_cannot_be_are_refused_before_anything_starts(
     assert "Traceback" not in result.output
 
 
-class Stream(io.StringIO):
-    """What is written, as if a terminal read it or not."""
-
-    def __init__(self, *, terminal: bool) -> None:
-        super().__init__()
-        self._terminal = terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
-
-
 STATUS = RunStatus(round=3, rounds=9, commits_per_s=1.5, workers=4, spares=1, servers=2, deaths=2, lost_s=3.25, loss=0.5)
 
 
 class Run:
+    protocol = SimpleNamespace(rounds=9)
+
     def status(self) -> RunStatus:
         return STATUS
 
 
-@pytest.mark.parametrize(("terminal", "step_s"), [(True, 0.25), (False, 10.0)])
-def test_how_a_run_stands_is_shown_while_it_runs(terminal: bool, step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    clock = HandClock()
-    stream = Stream(terminal=terminal)
-    run: Any = Run()
-    with RunDisplay(stream=stream, clock=clock) as display:
-        before = stream.getvalue()
-        display.on_round(run)
-        assert stream.getvalue() == before, "too soon"
-        clock.sleep(step_s)
-        display.on_round(run)
-        assert "3 of 9" in stream.getvalue()
-    shown = stream.getvalue()
-    for name, value in (("workers", "4"), ("spares", "1"), ("deaths", "2"), ("seconds lost", "3.2"), ("loss", "0.5")):
-        assert name in shown
-        assert value in shown
-    if not terminal:
-        line = "round 3 of 9 · commits/s 1.5 · loss 0.5 · workers 4 · spares 1 · servers 2 · deaths 2 · seconds lost 3.2"
-        assert shown.splitlines() == [line, line], "one for the round, one at the end"
+def test_how_a_run_stands_is_shown_while_it_runs() -> None:
+    clock, lines, run = HandClock(), list[str](), cast(RunControl, Run())
+    with shown_rounds(LineProgress(clock=clock, write=lines.append), clock=clock) as on_round:
+        on_round(run)
+        assert not lines, "too soon"
+        clock.sleep(10.0)
+        on_round(run)
+    fields = "loss 0.5 · workers 4 · spares 1 · servers 2 · deaths 2 · seconds lost 3.2"
+    told = "training: 3 of 9 rounds (33%)"
+    assert lines == [f"{told} · 0.3 rounds/s · 20 s left · {fields}", f"{told} · in 10 s · 0.3 rounds/s · {fields}"]
 
 
 def test_without_tensorboard_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

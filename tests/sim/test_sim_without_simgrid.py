@@ -283,9 +283,8 @@ def test_a_fat_tree_has_as_many_cables_up_as_ports_down(nodes: int, per_switch: 
 def test_legs_are_all_of_the_work_and_only_sums_part_them(speeds: list[float], layout: str, micro_batches: int) -> None:
     workload = net_workload("8-16-8-16-4", samples=32)
     cluster = Cluster.from_speeds(speeds)
-    tilings = plan(layout, cluster=cluster, workload=workload).layout.cut_blocks(workload)
-    numbers = [micro_batches] * len(tilings[0].replicas)
-    floor = Floor(tilings[0], tilings=tilings, workload=workload, cluster=cluster, micro_batches=numbers)
+    laid = plan(layout, cluster=cluster, workload=workload).layout.in_micro_batches(micro_batches)
+    tilings, floor = laid.cut_blocks(workload), Floor(laid, workload=workload, cluster=cluster)
     once = traffic_of(tilings, workload=workload, names=list(floor.names.values()), hosts=cluster.host_of)
     for own, planned in zip(floor.traffic.replicas, once.replicas, strict=True):
         assert len(own) == micro_batches * len(planned)

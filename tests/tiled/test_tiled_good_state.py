@@ -238,10 +238,8 @@ def _retile_once(after: int, layout: Any, iteration: int, timings: Any) -> Decis
     """A controller that lays the tiles anew after one iteration."""
     return Decision(
         kind=DecisionKind.WHOLE if iteration == after else DecisionKind.KEEP,
-        check=iteration,
         iteration=iteration,
         layout=layout,
-        tiling=layout.cut(samples=FEW, units=7),
         speeds={},
         ratio=None,
         predicted=1.0,

@@ -14,7 +14,7 @@ from hand_clock import HandClock
 from tatami.comm import AbstractCommunicator, WrappedCommunicator
 from tatami.errors import CommError, PlanError
 from tatami.records import Records
-from tatami.retiling import Decision, Retiler, StagedDecision
+from tatami.retiling import Decision, Retiler
 from tatami.retiling.watching import Found
 from tatami.runtime.stopwatch import HostStopwatch
 from tatami.testing.worlds import World
@@ -228,7 +228,7 @@ def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_
     built, expected = network(), trained_plainly(60)
     x, y = data()
 
-    def body(comm: AbstractCommunicator) -> tuple[list[Check], list[Decision | StagedDecision]]:
+    def body(comm: AbstractCommunicator) -> tuple[list[Check], list[Decision]]:
         machine = Machine(1.0)
         model = laid(built, comm, machine)
         optimizer = ADAM(model.parameters())
@@ -376,7 +376,7 @@ def test_a_rank_that_all_but_stops_is_left_out_and_taken_in_again_when_it_is_its
     built, expected = network(), trained_plainly(170)
     x, y = data()
 
-    def body(comm: AbstractCommunicator) -> tuple[list[Decision | StagedDecision], list[int]]:
+    def body(comm: AbstractCommunicator) -> tuple[list[Decision], list[int]]:
         machine = Looked(1.0)
         model = laid(built, comm, machine)
         trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), retile=Retiler())

@@ -47,9 +47,7 @@ def check_step(model: TiledModel, x: torch.Tensor, *, cluster: Cluster) -> None:
     """One step of `model`, held against its description and the simulator's floor."""
     rank = model.comm.rank
     workload = model.workload
-    tilings = model.tilings if workload.blocks else ()
-    again = [replica.recomputes for replica in model.layout.replicas]
-    floor = Floor(model.tiling, tilings=tilings, workload=workload, cluster=cluster, recomputes=again)
+    floor = Floor(model.layout, workload=workload, cluster=cluster)
     assert floor.traffic == model.traffic
     assert isinstance(model.comm, Recording)
     replica = model._replica.comm

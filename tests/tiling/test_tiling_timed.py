@@ -279,10 +279,9 @@ def test_the_comparison_says_what_the_speeds_are() -> None:
 def test_the_simulator_computes_at_the_speed_of_the_size() -> None:
     cluster = Cluster.from_speeds([1.0, OUTGROWN])
     layout = plan("weighted", cluster=cluster, workload=WORK).layout
-    tiling, tilings = layout.cut(samples=WORK.samples, units=WORK.units), layout.cut_blocks(WORK)
 
     def flop(speeds: dict[str, float]) -> float:
-        floor = Floor(tiling, tilings=tilings, workload=WORK, cluster=cluster, speeds=speeds)
+        floor = Floor(layout, workload=WORK, cluster=cluster, speeds=speeds)
         return sum(leg.flop for leg in floor.legs[1]) + floor.update_flop[1]
 
     plain = flop({"p0": 1.0, "p1": 1.0})

@@ -9,10 +9,12 @@ import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
+from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.cluster.device_choice import DEVICE_REQUESTS, DEVICE_VARIABLE, choose_device
 from tatami.errors import InputError
 from tatami.units import parse_size
@@ -69,6 +71,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON line for each
 
 
 DEVICE_HELP = "Devices of the ranks of each host: auto (a GPU each, then CPUs), cuda (GPUs in turn), cpu."
+
+
+def machines_of(file: Path | None, speeds: str | None) -> Cluster:
+    """Return the machines of a cluster file, or of `--speeds`.
+
+    Raises:
+        InputError: neither or both were given; one of its subclasses for a file or speeds that are invalid.
+    """
+    if (file is None) == (speeds is None):
+        both = "" if file is None else "; not both"
+        raise InputError(f"which machines? Give a cluster file (`tatami probe` writes one), or --speeds 1,1,0.5,0.25{both}")
+    return Cluster.from_speeds(parse_speeds(speeds)) if speeds is not None else read_cluster(file or "")
 
 
 def check_device(device: str, *, hosts: str | None) -> None:

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from tatami.cli.network_options import NetworkOptions
-from tatami.cli.options import epilog, optional, takes
+from tatami.cli.options import epilog, machines_of, optional, takes
 from tatami.cli.terminal import show, show_json, width
-from tatami.cluster import Cluster, parse_speeds, read_cluster
+from tatami.cluster import Cluster, parse_speeds
 from tatami.errors import InputError, shortened
 from tatami.planning import Answer, PlanComparison, answers, compared, questions
-from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, is_same, save
+from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, save
+from tatami.report.recommended import is_same
 from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.workload import Workload, has_blocks_of
 
@@ -80,7 +81,9 @@ def plan(job: PlanJob) -> None:
     """
     if job.plot is not None:
         check_path(job.plot, force=job.force)
-    machines = _machines(job.cluster, job.speeds)
+    machines = machines_of(job.cluster, None if job.cluster is not None else job.speeds)
+    if job.cluster is not None and job.speeds is not None:
+        machines = with_speeds(machines, parse_speeds(job.speeds, expected=machines.size))
     workload = job.workload()
     _warn_unprobed(job, machines, workload)
     if job.vary or job.add or job.leave_out:
@@ -233,16 +236,6 @@ def _answer_record(answer: Answer) -> dict[str, Any]:
         "speed_up": answer.speed_up,
         "takes_part": list(answer.takes_part),
     }
-
-
-def _machines(file: Path | None, speeds: str | None) -> Cluster:
-    if file is None and speeds is None:
-        raise InputError("which machines? Give a cluster file (`tatami probe` writes one), or --speeds 1,1,0.5,0.25")
-    if file is None:
-        assert speeds is not None
-        return Cluster.from_speeds(parse_speeds(speeds))
-    machines = read_cluster(file)
-    return machines if speeds is None else with_speeds(machines, parse_speeds(speeds, expected=machines.size))
 
 
 def _warn_unprobed(job: PlanJob, machines: Cluster, workload: Workload) -> None:

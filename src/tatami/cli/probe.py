@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import runpy
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.options import DEVICE_HELP, Hosts, Ranks, check_device, epilog
+from tatami.cli.script import read_script
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, SpeedTable, write_cluster
 from tatami.errors import InputError
@@ -175,16 +175,13 @@ def read_model(path: Path) -> tuple[nn.Module, Any]:
             or a function without arguments that makes them.
 
     Raises:
-        InputError: the file does not exist, or it does not define both.
+        InputError: as `read_script`; or `build_model` makes no network.
     """
     from torch import nn
 
-    if not path.is_file():
-        raise InputError(f"--model {path} is not a file; give a Python file that defines build_model() and sample")
-    names = runpy.run_path(str(path), run_name="model_file")
-    missing = [name for name in ("build_model", "sample") if name not in names]
-    if missing or not callable(names["build_model"]):
-        raise InputError(f"--model {path} does not define {' and '.join(missing) or 'a function build_model()'}")
+    names = read_script(path, names=("build_model", "sample"))
+    if not callable(names["build_model"]):
+        raise InputError(f"build_model of {path} must be a function without arguments, not {names['build_model']!r}")
     model, sample = names["build_model"](), names["sample"]
     if not isinstance(model, nn.Module):
         raise InputError(f"build_model() of {path} returned {type(model).__name__}; it must return a torch.nn.Module")

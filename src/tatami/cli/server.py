@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from tatami.cli.options import epilog, optional, takes
+from tatami.cli.script import read_script
 from tatami.cli.server_job import ServerOutputs, ServerResumeJob, ServerTrainJob
-from tatami.cli.terminal import is_terminal, show, show_json
+from tatami.cli.terminal import show, show_json
 from tatami.clock import Clock, SystemClock
-from tatami.errors import InputError, shortened
+from tatami.errors import InputError
+from tatami.progress import Progress
 from tatami.report import blank, check_path, save
+from tatami.report.bar import progress_for
 from tatami.report.tables import table_of
 from tatami.units import format_duration
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from tatami.report.server_run import RunStatus
     from tatami.server import RunContext, RunControl, RunReport, RunSettings
 
 EPILOG = epilog(
@@ -117,9 +113,9 @@ def _context(job: ServerOutputs, settings: RunSettings) -> Iterator[RunContext]:
 
     with (
         Records(job.log, tensorboard=job.tensorboard, force=job.force, settings=settings.record()) as records,
-        RunDisplay() as display,
+        shown_rounds(progress_for(), clock=SystemClock()) as on_round,
     ):
-        yield RunContext(address=job.address, report=job.report, records=records, on_round=display.on_round)
+        yield RunContext(address=job.address, report=job.report, records=records, on_round=on_round)
 
 
 def _keep(model: nn.Module, job: ServerOutputs) -> None:
@@ -165,120 +161,34 @@ def _tell(report: RunReport, *, as_json: bool) -> None:
     show(table_of(f"{len(report.failures)} failures", rows, texts=("who", "how")))
 
 
-_NAME = "tatami_server_script"
+_SHOWN_S = 0.25
 
 
-def read_script(path: Path, *, names: Sequence[str]) -> dict[str, Any]:
-    """Run a script, not as `__main__`, and return the values it defines for `names`.
+@contextmanager
+def shown_rounds(progress: Progress, *, clock: Clock) -> Iterator[Callable[[RunControl], None]]:
+    """Give what `RunContext.on_round` calls: the status of the run goes to `progress`, at most four times a second."""
+    last: RunControl | None = None
+    done, shown_s = 0, clock.now_s()
 
-    Raises:
-        InputError: the script does not exist, fails, ends the process, or does not define all of `names`.
-    """
-    if not path.is_file():
-        raise InputError(f"there is no script {path}")
-    sys.path.insert(0, str(path.resolve().parent))
+    def show(run: RunControl) -> None:
+        nonlocal done, shown_s
+        status, shown_s = run.status(), clock.now_s()
+        fields = {name: str(getattr(status, name)) for name in ("workers", "spares", "servers", "deaths")}
+        loss = "-" if status.loss is None else f"{status.loss:.4g}"
+        progress.advance(status.round - done, fields={"loss": loss, **fields, "seconds lost": f"{status.lost_s:.1f}"})
+        done = status.round
+
+    def on_round(run: RunControl) -> None:
+        nonlocal last
+        if last is None:
+            progress.start("training", total=run.protocol.rounds, unit="rounds")
+        last = run
+        if clock.now_s() - shown_s >= _SHOWN_S:
+            show(run)
+
     try:
-        # As __main__ its functions would be pickled by value, and a guarded main part would train a second time.
-        defined = runpy.run_path(str(path), run_name=_NAME)
-    except SyntaxError as error:
-        where = path if error.filename in (None, str(path)) else error.filename
-        raise InputError(f"{where}, line {error.lineno}: {error.msg}; this is not Python {_version()}") from error
-    except ModuleNotFoundError as error:
-        hint = f"install it for this Python ({sys.executable}), or start with the Python that has it"
-        raise InputError(f"{_place(path, error)}: there is no module {error.name!r}; {hint}") from error
-    except SystemExit as error:
-        raise InputError(
-            f"{_place(path, error)}: it ends the process (exit code {error.code}), and nothing would be trained; "
-            f'it must define {_listed(names)}, and do anything else under `if __name__ == "__main__":`'
-        ) from error
-    except Exception as error:
-        said = shortened(str(error).strip().partition("\n")[0])
-        raise InputError(f"{_place(path, error)}: {type(error).__name__}: {said}") from error
+        yield on_round
     finally:
-        sys.path.pop(0)
-    missing = [name for name in names if name not in defined]
-    if missing:
-        raise InputError(f"{path} must define {_listed(names)}; it lacks {', '.join(missing)}")
-    return {name: defined[name] for name in names}
-
-
-def _place(path: Path, error: BaseException) -> str:
-    """Return the place of an error in the script: the last of its lines that were being run."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{path}, line {lines[-1]}" if lines else str(path)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _version() -> str:
-    return ".".join(str(number) for number in sys.version_info[:2])
-
-
-_TABLE_S = 0.25
-_LINE_S = 10.0
-
-
-class RunDisplay:
-    """Shows the status of a run; pass `on_round` to `tatami.server.train`, inside a `with` block."""
-
-    def __init__(self, *, stream: TextIO | None = None, clock: Clock | None = None) -> None:
-        self._run: RunControl | None = None
-        self._stream = sys.stderr if stream is None else stream
-        self._clock = clock or SystemClock()
-        self._live: Live | None = None
-        self._every_s = _LINE_S
-        self._shown_s = self._clock.now_s()
-
-    def __enter__(self) -> RunDisplay:
-        if is_terminal(self._stream):
-            self._every_s = _TABLE_S
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._run is not None:
-            self._show(self._run)
-        if self._live is not None:
-            self._live.stop()
-
-    def on_round(self, run: RunControl) -> None:
-        """Show the round, unless the previous one was shown too recently."""
-        self._run = run
-        now_s = self._clock.now_s()
-        if now_s - self._shown_s >= self._every_s:
-            self._shown_s = now_s
-            self._show(run)
-
-    def _show(self, run: RunControl) -> None:
-        status = run.status()
-        if self._live is not None:
-            self._live.update(run_table(status), refresh=True)
-        else:
-            line = " · ".join(f"{name} {value}" for name, value in _cells(status).items())
-            print(line, file=self._stream, flush=True)
-
-
-def run_table(status: RunStatus) -> Table:
-    """Make a table with one row: the status of the run."""
-    table = Table(show_edge=False, pad_edge=False)
-    for name in _cells(status):
-        table.add_column(name, justify="right")
-    cells: dict[str, Any] = _cells(status)
-    table.add_row(*cells.values())
-    return table
-
-
-def _cells(status: RunStatus) -> dict[str, str]:
-    return {
-        "round": f"{status.round} of {status.rounds}",
-        "commits/s": f"{status.commits_per_s:.3g}",
-        "loss": "-" if status.loss is None else f"{status.loss:.4g}",
-        "workers": str(status.workers),
-        "spares": str(status.spares),
-        "servers": str(status.servers),
-        "deaths": str(status.deaths),
-        "seconds lost": f"{status.lost_s:.1f}",
-    }
+        if last is not None:
+            show(last)
+            progress.finish()

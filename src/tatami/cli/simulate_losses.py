@@ -16,7 +16,6 @@ from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, shortened
 from tatami.report import blank, save
 from tatami.report.bar import progress_for
-from tatami.report.simulated import LossPoint, draw_lost
 from tatami.report.tables import table_of
 from tatami.units import format_duration, parse_duration
 from tatami.workload import Workload
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 _lossy = partial(typer.Option, rich_help_panel="Machines that die and join")
 _REPAIR, _RESTART = "repair", "restart"
+_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +149,30 @@ def show_losses(cases: Sequence[_Case], *, title: str) -> None:
 
 
 def draw_losses_to(path: Path, cases: Sequence[_Case], *, force: bool) -> None:
-    """Draw the fraction of time lost, over mean lives and numbers of machines."""
-    points = [
-        LossPoint(machines=case.machines, mtbf_s=case.mtbf_s, policy=case.policy, lost_fraction=case.lost_fraction)
-        for case in cases
-        if case.lost_fraction is not None
-    ]
+    """Draw the fraction of time lost over mean lives, a line for each number of machines and policy; over numbers of machines
+    if there is only one mean life."""
     figure, ax = blank()
-    draw_lost(ax, points)
+    points = [case for case in cases if case.lost_fraction is not None]
+    policies = list(dict.fromkeys(point.policy for point in points))
+    over_machines = len({point.mtbf_s for point in points}) < 2
+    kinds = sorted({point.mtbf_s if over_machines else point.machines for point in points})
+    for place, kind in enumerate(kinds):
+        for policy, style in zip(policies, ("solid", "dashed"), strict=False):
+            line = sorted(
+                (point.machines if over_machines else point.mtbf_s / _HOUR_S, 100 * (point.lost_fraction or 0.0))
+                for point in points
+                if point.policy == policy and kind == (point.mtbf_s if over_machines else point.machines)
+            )
+            label = policy if over_machines else f"{kind:,} machines, {policy}"
+            if line:
+                ax.plot(*zip(*line, strict=True), color=f"C{place}", linestyle=style, marker="o", label=label)
+    ax.set_xscale("log")
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("machines" if over_machines else "mean life of a machine, hours")
+    ax.set_ylabel("% of the time lost")
+    ax.grid(alpha=0.25)
+    if points:
+        ax.legend(frameon=False)
     save(figure, path, force=force)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,10 +20,13 @@ from tatami.errors import InputError
 from tatami.inputs import LARGEST_SEED
 from tatami.report import Table, blank, check_path, save
 from tatami.report.bar import progress_for
+from tatami.report.palette import MOSS
 from tatami.report.tables import table_of
 from tatami.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from tatami.server.recovery import AbstractRecovery
     from tatami.sim.server import ServerRun, ServerSetup
 
@@ -36,6 +39,8 @@ SERVER_EPILOG = epilog(
 
 
 MOST_RUNS = 100_000
+_ROOM = 0.15
+"""Space below and above the bars, as a fraction of what they differ by."""
 
 
 class Resume(StrEnum):
@@ -168,8 +173,6 @@ def simulate_server(job: SimulateServerJob) -> None:
     if not job.as_json:
         show(_table(labels, found))
     if job.plot is not None and losses is not None:
-        from tatami.report.simulated import draw_losses, draw_totals
-
         for path, draw in ((job.plot, draw_totals), (losses, draw_losses)):
             figure, axes = blank()
             draw(axes, labels, found)
@@ -239,3 +242,47 @@ def _table(labels: list[str], found: list[list[ServerRun]]) -> Table:
             }
         )
     return table_of(f"{len(found[0])} runs each", rows, texts=("recovery",))
+
+
+def draw_totals(ax: Axes, labels: Sequence[str], runs: Sequence[Sequence[ServerRun]]) -> None:
+    """Draw a bar for the seconds of every kind of run, with deviations, and a mark where an undisturbed run ends.
+
+    The axis does not begin at 0, because the bars would hardly differ. Like Figs. 12 and 13 of Li, Tanimura and Nakada.
+    """
+    means, deviations = _bars(ax, labels, [[run.total_s for run in kind] for kind in runs])
+    undisturbed = [kind[0].undisturbed_s for kind in runs]
+    for place, at_s in enumerate(undisturbed):
+        ax.hlines(at_s, place - 0.45, place + 0.45, colors="black", linestyles="dashed", label="_" if place else "undisturbed")
+    lows = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
+    highs = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+    low, high = min(*lows, *undisturbed), max(*highs, *undisturbed)
+    room = _ROOM * (high - low) or 0.01 * high
+    ax.set_ylim(low - room, high + 2 * room)
+    ax.ticklabel_format(axis="y", useOffset=False, style="plain")
+    ax.set_ylabel("seconds of a run (the axis does not begin at 0)")
+    ax.set_title(f"{len(runs[0])} simulated runs of each")
+    ax.legend(frameon=False, loc="upper right")
+
+
+def draw_losses(ax: Axes, labels: Sequence[str], runs: Sequence[Sequence[ServerRun]]) -> None:
+    """Draw a bar for every kind of run: the seconds lost by each failure, in runs that have any."""
+    losses = [[lost_s for run in kind if (lost_s := run.lost_per_failure_s) is not None] for kind in runs]
+    means, deviations = _bars(ax, labels, losses)
+    for place, (mean, deviation, kind) in enumerate(zip(means, deviations, runs, strict=True)):
+        failures = sum(run.num_failures for run in kind)
+        text = f"{mean:+.1f} s" if failures else "no failure"
+        at = (place, max(0.0, mean + deviation))
+        ax.annotate(text, at, ha="center", va="bottom", xytext=(0, 3), textcoords="offset points")
+    ax.axhline(0.0, color="black", linewidth=0.8)
+    ax.margins(y=0.2)
+    ax.set_ylabel("seconds lost by a failure")
+    ax.set_title(f"{sum(run.num_failures for kind in runs for run in kind)} failures in {sum(map(len, runs))} simulated runs")
+
+
+def _bars(ax: Axes, labels: Sequence[str], values: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Draw means with deviations, and return them; 0 where there is no value."""
+    means = [statistics.fmean(each) if each else 0.0 for each in values]
+    deviations = [statistics.pstdev(each) if each else 0.0 for each in values]
+    ax.bar(range(len(labels)), means, yerr=deviations, capsize=4, color=MOSS)
+    ax.set_xticks(range(len(labels)), list(labels))
+    return means, deviations

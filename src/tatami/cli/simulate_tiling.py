@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.network_options import NetworkOptions
-from tatami.cli.options import epilog, optional, takes
+from tatami.cli.options import epilog, machines_of, optional, takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
 from tatami.cli.terminal import show, show_json
-from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.errors import InputError, shortened, warn
+from tatami.cluster import Cluster
+from tatami.errors import InputError, shortened
 from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
 from tatami.report.tables import table_of
 from tatami.retiling import Retiler
-from tatami.tiling import DEFAULT_PLANNER, Layout, StagedLayout, plan
-from tatami.tiling.staged import choose, plan_stages
+from tatami.tiling import DEFAULT_PLANNER, Layout, StagedLayout
+from tatami.tiling.staged import fastest_plan
 from tatami.units import format_duration
 from tatami.workload import Workload, as_probed
 
@@ -65,7 +65,6 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
     ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
     every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, with a check every N iterations.")] = None
-    unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds, as if the speeds were unknown.")] = False
     sweep: SweepOption = None
     cores: Cores = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None
@@ -96,10 +95,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         if path is not None:
             check_path(path, force=job.force)
     swept = parse_sweep(job.sweep, known=_SWEPT)
-    machines = _machines(job.cluster, job.speeds)
-    believed = machines
-    if job.unknown:
-        believed = replace(machines, processors=tuple(replace(each, speed=1.0) for each in machines.processors))
+    machines = machines_of(job.cluster, job.speeds)
     labels: list[str] = []
     jobs: list[TilingJob | StagedJob] = []
     for value in swept.values:
@@ -115,19 +111,15 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         changes = (*slowed, *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
-            layout = _layout(job, name.strip(), cluster=believed, workload=workload)
+            layout = _layout(job, name.strip(), cluster=machines, workload=workload)
             if isinstance(layout, StagedLayout):
                 jobs.append(
                     StagedJob(
                         platform=ClusterPlatform(cluster=machines),
-                        cluster=believed,
+                        cluster=machines,
                         workload=workload,
                         layout=layout,
                         iterations=iterations,
-                        slower={
-                            each.name: float(each.speed) / float(machines.by_name[each.name].speed)
-                            for each in believed.processors
-                        },
                         changes=changes,
                         retiles=job.retile,
                         stages=job.stages,
@@ -137,14 +129,12 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
             jobs.append(
                 TilingJob(
                     platform=ClusterPlatform(cluster=machines),
-                    cluster=believed,
+                    cluster=machines,
                     workload=workload,
                     layout=layout,
                     iterations=iterations,
-                    speeds=tuple(machines.speeds.values()),
                     changes=changes,
                     retiler=retiler if job.retile else None,
-                    known_speeds=not job.unknown,
                 )
             )
     if job.plot_watch is not None and (len(jobs) != 1 or not job.retile or job.every is not None or "every" in swept.name):
@@ -197,21 +187,9 @@ def _layout(job: SimulateTilingJob, planner: str, *, cluster: Cluster, workload:
         raise InputError("--stages divide the layers of a GPT: give --model gpt with --layers, --width, ...")
     if (job.stages or 1) > 1 and job.every is not None:
         raise InputError("with --stages, --retile checks every iteration: leave out --every")
-    staged = None
-    if planner == DEFAULT_PLANNER and workload.pieces and job.stages != 1 and job.every is None and job.trace is None:
-        staged = plan_stages(cluster, workload, stages=job.stages)
-        if staged is None and job.stages is not None:
-            raise InputError(f"no layout of {job.stages} stages fits into the memory of these machines")
-    if staged is not None and job.stages is not None:
-        return staged.layout
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        flat = plan(planner, cluster=cluster, workload=replace(workload, pieces=()))
-    chosen = choose(flat, staged)
-    assert chosen is not None
-    for each in warned if chosen is flat else ():
-        warn(str(each.message))
-    return chosen.layout
+    if planner != DEFAULT_PLANNER or job.stages == 1 or job.every is not None or job.trace is not None:
+        workload = replace(workload, pieces=())
+    return fastest_plan(planner, cluster=cluster, workload=workload, stages=job.stages).layout
 
 
 def _rehearse(job: TilingJob | StagedJob) -> TilingRun:
@@ -229,7 +207,6 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         "--plot-watch": job.plot_watch,
         "--retile": job.retile,
         "--every": job.every,
-        "--unknown": job.unknown,
         "--sweep": job.sweep,
     }
     if other := [name for name, value in others.items() if value]:
@@ -238,7 +215,7 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         raise InputError(f"with --mtbf give one planner, not {shortened(job.planner)!r}")
     if job.machines is not None and (job.cluster is not None or job.speeds is not None):
         raise InputError("which machines? Give --machines, or --speeds, or a cluster file; one of them")
-    machines = None if job.machines is not None else _machines(job.cluster, job.speeds)
+    machines = None if job.machines is not None else machines_of(job.cluster, job.speeds)
     cases = simulate_losses(
         job,
         machines=machines,
@@ -267,15 +244,6 @@ def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
             for each, move_s in zip(run.decisions, run.move_s, strict=True)
         ],
     }
-
-
-def _machines(file: Path | None, speeds: str | None) -> Cluster:
-    if (file is None) == (speeds is None):
-        raise InputError("which machines? Give a cluster file (`tatami probe` writes one), or --speeds 1,1,0.5,0.25; not both")
-    if file is not None:
-        return read_cluster(file)
-    assert speeds is not None
-    return Cluster.from_speeds(parse_speeds(speeds))
 
 
 def _change(text: str) -> Change:

@@ -22,6 +22,8 @@ MODELS = ("gpt", "mlp", "cnn")
 LOSSES = ("mse", "squared-error", "cross-entropy")
 DEFAULT_NETS = {"digits": "64-80-10", "nettalk": "203-80-26"}
 DEFAULT_LOSSES = {"digits": "cross-entropy", "nettalk": "mse"}
+HELD_OUT = 0.2
+"""Fraction of the samples that measures the accuracy; NETtalk, as in the paper, is measured on the training data."""
 NETTALK_SAMPLES = 1024
 """Number of letters, out of 146,934, that the classic experiment draws."""
 TEXT_SAMPLES = 2048
@@ -109,7 +111,8 @@ def _gpt(job: TrainJob) -> Task:
             f"a width of {width} does not divide by {heads} heads; make --width (by default 48) a multiple of --heads (6)"
         )
     text = load_text(job.text, tokens=tokens)
-    train, test = _parts(text.draw(job.samples or min(TEXT_SAMPLES, text.samples), seed=job.seed), job, fraction=0.2)
+    drawn = text.draw(job.samples or min(TEXT_SAMPLES, text.samples), seed=job.seed)
+    train, test = drawn.split(test_fraction=HELD_OUT, seed=job.seed)
     return Task(
         data="text",
         train=train,
@@ -128,7 +131,8 @@ def _cnn(job: TrainJob) -> Task:
     if job.data not in (None, "digits"):
         raise InputError(f"--model cnn trains on the images of digits, not on --data {shortened(job.data)}; leave --data out")
     layers, width = job.layers or 2, job.width or 16
-    train, test = _parts(load("digits", samples=job.samples, seed=job.seed, targets="classes"), job, fraction=0.2)
+    digits = load("digits", samples=job.samples, seed=job.seed, targets="classes")
+    train, test = digits.split(test_fraction=HELD_OUT, seed=job.seed)
     return Task(
         data="digits",
         train=train,
@@ -150,7 +154,7 @@ def _perceptron(job: TrainJob) -> Task:
     samples = NETTALK_SAMPLES if job.samples is None and data == "nettalk" else job.samples
     targets = "classes" if loss == "cross-entropy" else "one_hot"
     dataset = load(data, path=job.nettalk, samples=samples, seed=job.seed, targets=targets)
-    train, test = _parts(dataset, job, fraction=0.0 if data == "nettalk" else 0.2)
+    train, test = (dataset, dataset) if data == "nettalk" else dataset.split(test_fraction=HELD_OUT, seed=job.seed)
     net = job.net or DEFAULT_NETS[data]
     sizes = parse_net(net)
     if (sizes[0], sizes[-1]) != (train.inputs, train.outputs):
@@ -169,13 +173,6 @@ def _perceptron(job: TrainJob) -> Task:
         loss_name=loss,
         is_perceptron=True,
     )
-
-
-def _parts(dataset: Dataset, job: TrainJob, *, fraction: float) -> tuple[Dataset, Dataset]:
-    """Split the data into training and test samples."""
-    if job.test_fraction is not None:
-        fraction = job.test_fraction
-    return dataset.split(test_fraction=fraction, seed=job.seed) if fraction else (dataset, dataset)
 
 
 def perceptron(sizes: Sequence[int], *, scores: bool) -> nn.Module:

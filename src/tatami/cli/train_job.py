@@ -32,16 +32,6 @@ class TrainJob:
         int | None,
         _data(min=1, metavar="N", help="Number of samples. Default: all digits, 1024 letters, 2048 sequences of a text."),
     ] = None
-    test_fraction: Annotated[
-        float | None,
-        _data(
-            callback=finite,
-            min=0.0,
-            max=0.9,
-            metavar="SHARE",
-            help="Fraction held out; with 0, accuracy is measured on the training data. Default: 0.2, nettalk 0.",
-        ),
-    ] = None
     shifts: bool = False
     net: Annotated[
         str | None, _data(metavar="SIZES", help="Layer sizes: inputs-hidden-...-outputs. Default: 64-80-10, nettalk 203-80-26.")

@@ -39,7 +39,6 @@ class TrainingOutcome:
         history: the history of all iterations.
         loss: the loss over all training samples, after the last update.
         accuracy: the accuracies on the test samples, by name.
-        first: the tiling at the start.
         tiling: the tiling at the end; with pipeline stages, that of the stage of rank 0.
         stages: which rank computes which pieces; None without pipeline stages.
         speeds: the last known speeds of the processors.
@@ -50,7 +49,6 @@ class TrainingOutcome:
     history: History
     loss: float
     accuracy: dict[str, float]
-    first: Tiling
     tiling: Tiling
     speeds: dict[str, float]
     iteration_s: float
@@ -128,7 +126,6 @@ def train(
         )
         if comm.rank == 0 and model.comm.on_devices:
             tell(model.comm.describe())
-        first = model.tiling
         trainer = Trainer(
             model,
             optimizer=prepared.make_optimizer,
@@ -158,7 +155,6 @@ def train(
         history=history,
         loss=loss,
         accuracy=accuracy,
-        first=first,
         tiling=model.tiling,
         stages=model.describe().stages,
         speeds=dict(estimated),

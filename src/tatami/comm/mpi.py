@@ -80,7 +80,8 @@ class MpiRequest(AbstractRequest):
                 self._arrived += 1
                 self._check_size(self._arrived - 1)
         except self._communicator.mpi.Exception as error:
-            self._complete = True
+            self._arrived += 1
+            self._complete = self._arrived == len(self._requests)
             self._communicator.gave_up()
             raise CommError(f"{self._waiting().describe()}: MPI says: {error.Get_error_string()}") from error
         if self._arrived == len(self._requests):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tatami.model.model import TiledModel
-from tatami.retiling import Decision, Retiler, StagedDecision, StagedWatcher, Watcher
+from tatami.retiling import Decision, Retiler, StagedWatcher, Watcher
 from tatami.train.own_times import OwnTimes
 
 _FIRST_S = 0.2
@@ -56,7 +56,7 @@ class SpeedWatch:
         """See `OwnTimes.local_report`; `apply_totals` wants its sum over all ranks."""
         return self._times.local_report(self._watcher, iteration=self._steps)
 
-    def apply_totals(self, summed: list[float]) -> Decision | StagedDecision | None:
+    def apply_totals(self, summed: list[float]) -> Decision | None:
         """What is to be done after one more step; None: nothing."""
         num_ranks = len(self.names)
         self._steps += 1

@@ -5,33 +5,27 @@ from typing import TYPE_CHECKING
 from tatami.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from tatami.report.answers import AnswerLike, answer_table, draw_answers
+    from tatami.report.answers import answer_table, draw_answers
     from tatami.report.bandwidth import draw_bandwidth
     from tatami.report.course import CoursePoint, draw_course
     from tatami.report.drawing import draw_text
-    from tatami.report.machines import MachineLine, display_names, machine_lines, machine_table
     from tatami.report.measured_rounds import Efficiency, EfficiencyRound, efficiency
     from tatami.report.picture import FORMATS, blank, check_path, save
     from tatami.report.ray_runs import draw_members
-    from tatami.report.recommended import is_same, plan_table, recommendation, time_words
-    from tatami.report.staged import piece_words, staged_lines, staged_recommendation, staged_time_words
-    from tatami.report.tables import MethodResult, Table, run_table, sized_table
+    from tatami.report.tables import MethodResult, Table, run_table
     from tatami.report.tiles import draw_tiling
     from tatami.report.watched import draw_watched
 
 __all__ = [
     "FORMATS",
-    "AnswerLike",
     "CoursePoint",
     "Efficiency",
     "EfficiencyRound",
-    "MachineLine",
     "MethodResult",
     "Table",
     "answer_table",
     "blank",
     "check_path",
-    "display_names",
     "draw_answers",
     "draw_bandwidth",
     "draw_course",
@@ -40,36 +34,22 @@ __all__ = [
     "draw_tiling",
     "draw_watched",
     "efficiency",
-    "is_same",
-    "machine_lines",
-    "machine_table",
-    "piece_words",
-    "plan_table",
-    "recommendation",
     "run_table",
     "save",
-    "sized_table",
-    "staged_lines",
-    "staged_recommendation",
-    "staged_time_words",
-    "time_words",
 ]
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(
         __name__,
         {
-            "tatami.report.answers": ("AnswerLike", "answer_table", "draw_answers"),
+            "tatami.report.answers": ("answer_table", "draw_answers"),
             "tatami.report.bandwidth": ("draw_bandwidth",),
             "tatami.report.course": ("CoursePoint", "draw_course"),
             "tatami.report.drawing": ("draw_text",),
             "tatami.report.measured_rounds": ("Efficiency", "EfficiencyRound", "efficiency"),
-            "tatami.report.machines": ("MachineLine", "display_names", "machine_lines", "machine_table"),
             "tatami.report.ray_runs": ("draw_members",),
             "tatami.report.picture": ("FORMATS", "blank", "check_path", "save"),
-            "tatami.report.recommended": ("is_same", "plan_table", "recommendation", "time_words"),
-            "tatami.report.staged": ("piece_words", "staged_lines", "staged_recommendation", "staged_time_words"),
-            "tatami.report.tables": ("MethodResult", "Table", "run_table", "sized_table"),
+            "tatami.report.tables": ("MethodResult", "Table", "run_table"),
             "tatami.report.tiles": ("draw_tiling",),
             "tatami.report.watched": ("draw_watched",),
         },

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tatami.report.palette import LINES, OCHRE, RANKS, RUST
-from tatami.retiling import Alarm, Decision, DecisionKind, Glance, StagedDecision
+from tatami.retiling import Alarm, Decision, DecisionKind, Glance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def draw_watched(
     names: Sequence[str],
     glances: Sequence[Glance],
     alarms: Sequence[Alarm],
-    decisions: Sequence[Decision | StagedDecision],
+    decisions: Sequence[Decision],
     iterations: int,
 ) -> Axes:
     """Draw speeds in `ax`, relative to what was first known of each, and in `below` what was lost over the price of moving.

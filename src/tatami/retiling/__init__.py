@@ -9,7 +9,7 @@ from tatami.retiling.alarms import Alarm, Glance
 from tatami.retiling.controller import Controller
 from tatami.retiling.decision import Decision, DecisionKind
 from tatami.retiling.retiler import Retiler
-from tatami.retiling.staged_watching import StagedDecision, StagedWatcher
+from tatami.retiling.staged_watching import StagedWatcher
 from tatami.retiling.takes import Move, moves
 from tatami.retiling.timing import Timing
 from tatami.retiling.watching import Watcher
@@ -22,7 +22,6 @@ __all__ = [
     "Glance",
     "Move",
     "Retiler",
-    "StagedDecision",
     "StagedWatcher",
     "Timing",
     "Watcher",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tatami.retiling.decision import DecisionKind
 from tatami.retiling.link_watch import Pair
+from tatami.retiling.noticing import Detector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,19 @@ class Alarm:
     def slower(self) -> float:
         """How many times as long it takes."""
         return self.after_s / self.before_s
+
+
+def alarm_of(detector: Detector, index: int, iteration: int, *, processor: str, link: Pair | None = None) -> Alarm:
+    """The alarm of series `index` of a detector, which has just changed."""
+    return Alarm(
+        processor=processor,
+        link=link,
+        iteration=iteration,
+        began=iteration - int(detector.count[index]) + 1,
+        before_s=float(detector.before[index]),
+        after_s=float(detector.level[index]),
+        error=float(detector.error[index]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

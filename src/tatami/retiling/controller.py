@@ -67,7 +67,6 @@ class Controller(AbstractDecider):
             last=self._last,
             first=self._first,
             streak=self._streak,
-            cost=self._cost,
         )
         short = self._short(recent)
         if short is not None:
@@ -77,7 +76,7 @@ class Controller(AbstractDecider):
             verdict = (published if self.retiler.rule == "published" else settling)(situation)
             self._first = False
         decision = self._decide(verdict, iteration)
-        self._remember(decision, recent, settled=verdict.settled)
+        self._remember(verdict, iteration, recent)
         return decision
 
     def _take(self, timings: Iterable[Timing]) -> Window:
@@ -110,24 +109,21 @@ class Controller(AbstractDecider):
         moved = 0 if verdict.kind is DecisionKind.KEEP else sum(move.units.size for move in moves(old, new))
         return Decision(
             kind=verdict.kind,
-            check=self.checks,
             iteration=iteration,
             layout=verdict.layout,
-            tiling=new,
             speeds=verdict.speeds,
             ratio=verdict.ratio,
             predicted=predicted,
             reason=tell(verdict, check=self.checks, iteration=iteration, old=old, new=new, moved=moved, predicted=predicted),
         )
 
-    def _remember(self, decision: Decision, recent: Window, *, settled: bool) -> None:
+    def _remember(self, verdict: Verdict, iteration: int, recent: Window) -> None:
         for signal in SIGNALS:
             found = {name: ability(own) for name, own in points(recent, signal).items()}
             self._last[signal].update({name: speed for name, speed in found.items() if speed is not None})
-        if decision.remaps:
-            self.layout = decision.layout
-            self._since = decision.iteration
+        if verdict.kind is not DecisionKind.KEEP:
+            self.layout, self._since = verdict.layout, iteration
             self._kept = {}
             self._streak += 1
-        elif settled:
+        elif verdict.settled:
             self._streak = 0

@@ -10,7 +10,7 @@ from tatami.errors import PlanError
 from tatami.retiling.decision import Decision
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, Layout, Tiling
+from tatami.tiling import Layout, Tiling
 from tatami.workload import Workload
 
 
@@ -29,7 +29,6 @@ class AbstractDecider(ABC):
         workload: Workload,
         layout: Layout,
         known_speeds: bool = False,
-        cost: AbstractCost | None = None,
     ) -> None:
         """Start from `layout`.
 
@@ -39,7 +38,6 @@ class AbstractDecider(ABC):
             workload: what is laid out.
             layout: the layout in force; may leave processors out.
             known_speeds: whether `layout` was planned from speeds; `retiler.known_speeds` overrides it.
-            cost: what the planner chooses by; see `tatami.tiling.plan`.
 
         Raises:
             PlanError: the layout has a processor that the cluster has not.
@@ -51,7 +49,6 @@ class AbstractDecider(ABC):
         self.cluster = cluster
         self.workload = workload
         self.layout = layout
-        self._cost = cost
         self._known_speeds = known_speeds if retiler.known_speeds is None else retiler.known_speeds
         self._begin()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from tatami.tiling import Layout, Tiling
+from tatami.tiling import Layout, StagedLayout, Tiling
 
 SHOWN_SPEEDS = 8
 """A log line names the speeds of so many processors at most."""
@@ -50,21 +50,17 @@ class Decision:
 
     Attributes:
         kind: keep, or re-map how much.
-        check: which check it was, from 1.
         iteration: after which iteration.
         layout: the layout to use from now on.
-        tiling: that layout cut for the workload's own samples and units.
         speeds: estimated work per second of every processor of the cluster.
         ratio: shortest over longest time as the rule measured it; None where nothing could be compared.
-        predicted: shortest over longest compute time to expect from `tiling`.
+        predicted: shortest over longest compute time to expect from `layout`.
         reason: the log line.
     """
 
     kind: DecisionKind
-    check: int
     iteration: int
-    layout: Layout
-    tiling: Tiling
+    layout: Layout | StagedLayout
     speeds: Mapping[str, float]
     ratio: float | None
     predicted: float

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tatami.cluster import Cluster, SpeedTable, speed_at
-from tatami.retiling.alarms import Alarm
+from tatami.retiling.alarms import Alarm, alarm_of
 from tatami.retiling.link_watch import LinkWatch, WatchedMessage
 from tatami.retiling.noticing import WINDOW, Detector, Vector
 from tatami.retiling.replica_cuts import works_of
@@ -105,17 +105,8 @@ class Estimates:
         return shown
 
     def _alarm(self, index: int, iteration: int) -> Alarm:
-        detector = self._detector
         link = self.links.pairs[index - self._size] if index >= self._size else None
-        alarm = Alarm(
-            processor=self._names[index] if link is None else "",
-            link=link,
-            iteration=iteration,
-            began=iteration - int(detector.count[index]) + 1,
-            before_s=float(detector.before[index]),
-            after_s=float(detector.level[index]),
-            error=float(detector.error[index]),
-        )
+        alarm = alarm_of(self._detector, index, iteration, processor="" if link else self._names[index], link=link)
         if link is None:
             self._sizes.scale(index, alarm.slower)
             self._remember(index, alarm)

@@ -118,11 +118,10 @@ class _Predicted:
 def _predicted(layout: Layout, *, situation: Situation, speeds: Mapping[str, float]) -> _Predicted:
     workload = situation.workload
     compute_s = situation.forecast(layout, speeds).slowest / workload.work_flop
-    cost = AlphaBetaCost() if situation.cost is None else situation.cost
     cluster = at_paces(situation.cluster, situation.paces(speeds))
-    price = cost.price(layout, cluster=cluster, workload=workload)
-    tensor_parallel_s, gradients_s = (price.tensor_parallel, price.gradients) if price.unit == "s" else (0.0, 0.0)
-    return _Predicted(iteration_s=compute_s + tensor_parallel_s + gradients_s, tensor_parallel_s=tensor_parallel_s)
+    price = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
+    iteration_s = compute_s + price.tensor_parallel + price.gradients
+    return _Predicted(iteration_s=iteration_s, tensor_parallel_s=price.tensor_parallel)
 
 
 def _behind(situation: Situation) -> list[str]:

@@ -12,7 +12,7 @@ from tatami.retiling.ability import Balance, Point, balance, estimate
 from tatami.retiling.replica_cuts import Forecast, forecast, recut, works_of
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, at_tiles, find_planner, with_speeds
+from tatami.tiling import AbstractPlanner, AlphaBetaCost, Layout, at_tiles, find_planner, with_speeds
 from tatami.tiling.cost import RememberedCost
 from tatami.tiling.fit import fit
 from tatami.tiling.memory import lacking_bytes, squeezed
@@ -36,7 +36,6 @@ class Situation:
         cluster: all processors, at the speeds that the run started with.
         workload: what is laid out.
         layout: the layout in force.
-        cost: what planners choose by.
         recent: the last L iterations, as far as they came after the last re-mapping.
         kept: the windows of the last few checks since the last re-mapping, `recent` among them.
         last: the last estimates, by signal and processor, of all that were ever measured.
@@ -49,7 +48,6 @@ class Situation:
     cluster: Cluster
     workload: Workload
     layout: Layout
-    cost: AbstractCost | None
     recent: Window = field(default_factory=dict)
     kept: Window = field(default_factory=dict)
     last: Mapping[Signal, Mapping[str, float]] = field(default_factory=lambda: {signal: {} for signal in SIGNALS})
@@ -75,9 +73,6 @@ class Situation:
         return self._planned(replace(self.cluster, processors=others), {each.name: speeds[each.name] for each in others})
 
     def _planned(self, cluster: Cluster, speeds: Mapping[str, float]) -> Layout:
-        cost = AlphaBetaCost() if self.cost is None else self.cost
-        if isinstance(cost, AlphaBetaCost):
-            cost = replace(cost, flop_per_s=1.0)
         flop = self.workload.work_flop
         planner = (
             self.retiler.planner if isinstance(self.retiler.planner, AbstractPlanner) else find_planner(self.retiler.planner)
@@ -95,9 +90,9 @@ class Situation:
                 planner,
                 cluster=now,
                 workload=self.workload,
-                cost=RememberedCost(cost),
+                cost=RememberedCost(AlphaBetaCost(flop_per_s=1.0)),
                 # As the first plan did, which knew no seconds where speeds were relative.
-                chooses_machines=(self.cost or AlphaBetaCost()).compares_machines(self.cluster),
+                chooses_machines=AlphaBetaCost().compares_machines(self.cluster),
                 idle=True,
             ).layout
         except MemoryLackError:

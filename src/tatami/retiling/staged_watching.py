@@ -9,15 +9,15 @@ than that of the layout in force by more than the noise.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 import numpy as np
 
 from tatami.cluster import Cluster, SpeedTable
 from tatami.errors import PlanError
-from tatami.retiling.alarms import Alarm, Glance, tell_alarm
-from tatami.retiling.decision import DecisionKind, tell_speeds
+from tatami.retiling.alarms import Alarm, Glance, alarm_of, tell_alarm
+from tatami.retiling.decision import Decision, DecisionKind, tell_speeds
 from tatami.retiling.noticing import Detector, Vector
 from tatami.retiling.options import carried_s
 from tatami.retiling.ski_rental import Rental
@@ -33,33 +33,6 @@ FIXED_S = 0.1
 """What a move costs beside its weights until one was measured: planning, agreement, communicators and modules."""
 _LOOK, _LOOK_AT = 32, (4, 8, 16)
 """Iterations between two looks, and after which since a change there are some, as errors shrink."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedDecision:
-    """What was decided after an iteration; the same on every rank.
-
-    Attributes:
-        kind: keep, or other stages.
-        iteration: after which; a move takes effect after it.
-        layout: from now on.
-        speeds: of every processor, as estimated, in flop/s.
-        ratio, predicted: shortest over longest time that a rank computes, as it was and as it is expected to be.
-        reason: the log line.
-    """
-
-    kind: DecisionKind
-    iteration: int
-    layout: StagedLayout
-    speeds: dict[str, float]
-    ratio: float | None
-    predicted: float
-    reason: str
-
-    @property
-    def remaps(self) -> bool:
-        """Whether anything moves."""
-        return self.kind is not DecisionKind.KEEP
 
 
 @final
@@ -116,7 +89,7 @@ class StagedWatcher:
         """The last move took the slowest rank so long; what it cost beside its weights is the next one's too."""
         self._fixed_s = max(0.0, took_s - self._carried_s)
 
-    def take(self, iteration: int, values: Vector) -> StagedDecision | None:
+    def take(self, iteration: int, values: Vector) -> Decision | None:
         """One sample of each processor; None where there is nothing to say.
 
         Args:
@@ -124,7 +97,7 @@ class StagedWatcher:
             values: seconds that it computed, over those in `works`, in the order of the cluster; 0 where there is none.
         """
         changed = np.flatnonzero(self._detector.step(values))
-        fresh = [self._alarm(int(index), iteration) for index in changed]
+        fresh = [alarm_of(self._detector, int(index), iteration, processor=self._names[index]) for index in changed]
         self.alarms += fresh
         if fresh:
             self._since, self._is_proved = iteration, True
@@ -151,17 +124,6 @@ class StagedWatcher:
     def _works(self) -> dict[str, float]:
         priced = price_stages(self.layout, cluster=self.cluster, workload=self.workload, cost=self._cost)
         return {rank.processor: rank.compute_s for rank in priced.ranks}
-
-    def _alarm(self, index: int, iteration: int) -> Alarm:
-        detector = self._detector
-        return Alarm(
-            processor=self._names[index],
-            iteration=iteration,
-            began=iteration + 1 - int(detector.count[index]),
-            before_s=float(detector.before[index]),
-            after_s=float(detector.level[index]),
-            error=float(detector.error[index]),
-        )
 
     def _look(self, iteration: int) -> None:
         """Weigh the planner's layout at the speeds of now against the one in force."""
@@ -231,7 +193,7 @@ class StagedWatcher:
                     sizes[source, rank.processor] = sizes.get((source, rank.processor), 0.0) + size
         return carried_s(sizes, cluster=self.cluster)
 
-    def _move(self, iteration: int) -> StagedDecision:
+    def _move(self, iteration: int) -> Decision:
         plan = self._better
         assert plan is not None
         stay_s = plan.iteration_s + self._gain_s
@@ -261,11 +223,9 @@ class StagedWatcher:
         times_s = [float(level[self.cluster.rank_of[name]]) * work_s for name, work_s in self.works.items()]
         return min(times_s) / max(times_s) if np.isfinite(times_s).all() else None
 
-    def _decision(
-        self, iteration: int, kind: DecisionKind, reason: str, *, ratio: float | None, predicted: float
-    ) -> StagedDecision:
+    def _decision(self, iteration: int, kind: DecisionKind, reason: str, *, ratio: float | None, predicted: float) -> Decision:
         speeds = {name: float(speed) for name, speed in self._now()[0].speeds.items()} if self._paces else {}
-        return StagedDecision(
+        return Decision(
             kind=kind,
             iteration=iteration,
             layout=self.layout,

@@ -117,7 +117,6 @@ class Watcher(AbstractDecider):
         self._return_s: dict[str, float] = {}
         self._fixed_s = FIXED_S
         self._predicted_move_s = 0.0
-        self._decisions = 0
 
     @property
     def links(self) -> LinkWatch:
@@ -204,7 +203,6 @@ class Watcher(AbstractDecider):
             cluster=self.links.cluster,
             workload=self.workload,
             layout=self.layout,
-            cost=self._cost,
             slow_hosts=self.links.slow_hosts,
         )
 
@@ -287,10 +285,8 @@ class Watcher(AbstractDecider):
                 self._return_s[name] = max(self._return_s[name], cost_s) if name in self._return_s else 0.0
 
     def _decide(self, iteration: int, chosen: Level | None, fresh: list[Alarm]) -> Decision:
-        self._decisions += 1
         speeds = self._known.speeds()
         situation = self._situation()
-        old = self.tiling
         told = "; ".join(tell_alarm(alarm) for alarm in fresh)
         ratio = situation.forecast(self.layout, speeds).ratio
         if chosen is None:
@@ -302,12 +298,12 @@ class Watcher(AbstractDecider):
                 else f"{1e3 * (self._stay_s - best.iteration_s):.3g} ms an iteration lost, "
                 f"{1e3 * self._accounts[best.kind].loss_s:.3g} ms of {1e3 * best.price_s:.3g} so far"
             )
-            layout, new, kind = self.layout, old, DecisionKind.KEEP
+            layout, kind = self.layout, DecisionKind.KEEP
         else:
             account = self._accounts[chosen.kind]
             rate_s = self._stay_s - chosen.iteration_s
             layout, kind = chosen.layout, chosen.kind
-            new = layout.cut(samples=old.samples, units=old.units)
+            old, new = (each.cut(samples=self.workload.samples, units=self.workload.units) for each in (self.layout, layout))
             (moved, messages), _ = self.planned(
                 self._leader(speeds), lambda: (sum(move.units.size for move in moves(old, new)), self.links.messages_of(layout))
             )
@@ -324,10 +320,8 @@ class Watcher(AbstractDecider):
             self._leave(iteration, chosen, messages=messages)
         return Decision(
             kind=kind,
-            check=self._decisions,
             iteration=iteration,
             layout=layout,
-            tiling=new,
             speeds=speeds,
             ratio=ratio,
             predicted=situation.forecast(layout, speeds).ratio,

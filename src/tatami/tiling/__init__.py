@@ -2,7 +2,7 @@
 
 from tatami.tiling.advice import Advice, advise, alone_warning, fastest_alone
 from tatami.tiling.alphabeta import AlphaBetaCost
-from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
+from tatami.tiling.bounds import time_bound_s, volume_bytes
 from tatami.tiling.cost import AbstractCost, Cost, PaperCost
 from tatami.tiling.gradient_messages import Message, gradient_messages
 from tatami.tiling.grid import GridPlanner, GridRevPlanner
@@ -61,7 +61,6 @@ __all__ = [
     "Tiling",
     "TimedPlanner",
     "Traffic",
-    "VolumeBounds",
     "WeightedPlanner",
     "advise",
     "alone_warning",
@@ -85,7 +84,6 @@ __all__ = [
     "time_bound_s",
     "timeline",
     "traffic_of",
-    "volume_bounds",
     "volume_bytes",
     "whole_shares",
     "with_speeds",

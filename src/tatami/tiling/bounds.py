@@ -1,10 +1,9 @@
-"""What no tiling can beat: lower bounds of the communication volume, and of the predicted time."""
+"""How many bytes a layout sends, and a predicted time that no tiling can beat."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum, sqrt
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,37 +16,6 @@ from tatami.tiling.traffic import sum_algorithm
 from tatami.workload import Workload
 
 _BISECTIONS = 60
-
-
-@dataclass(frozen=True, kw_only=True)
-class VolumeBounds:
-    """Lower bounds for tiles of given areas on a floor of width 1 and height 1, in bytes.
-
-    Attributes:
-        lb1: 2 sqrt(alpha beta) sum sqrt(a_i): of the sum of alpha h_i + beta w_i.
-        lb2: the same, no tile being wider or higher than the floor.
-        lb3: 2 lb2 - 2 (alpha + beta), at least 0: of the volume that is sent.
-    """
-
-    lb1: float
-    lb2: float
-    lb3: float
-
-
-def volume_bounds(areas: Sequence[float], *, alpha_bytes: float, beta_bytes: float) -> VolumeBounds:
-    """LB1, LB2 and LB3 of section 6.
-
-    Args:
-        areas: a_i, each tile's fraction of the floor.
-        alpha_bytes: (n + l) m, bytes for each unit of height (`Workload.gradient_bytes`).
-        beta_bytes: l s, bytes for each unit of width (`Workload.tensor_parallel_bytes`).
-    """
-    a = np.asarray(areas, dtype=np.float64)
-    # Where nothing is summed over replicas or across them, the widest or the narrowest tile there is sends least.
-    width = np.clip(np.sqrt(alpha_bytes * a / beta_bytes), a, 1.0) if beta_bytes else np.ones_like(a)
-    lb1 = 2 * sqrt(alpha_bytes * beta_bytes) * fsum(np.sqrt(a))
-    lb2 = fsum(alpha_bytes * a / width + beta_bytes * width)
-    return VolumeBounds(lb1=lb1, lb2=lb2, lb3=max(0.0, 2 * lb2 - 2 * (alpha_bytes + beta_bytes)))
 
 
 def volume_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> float:

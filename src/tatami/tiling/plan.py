@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from tatami.cluster import Cluster, Processor
 from tatami.errors import MemoryLackError, PlanError, warn
 from tatami.tiling.alphabeta import AlphaBetaCost
-from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
+from tatami.tiling.bounds import time_bound_s, volume_bytes
 from tatami.tiling.compute import scatter, scatter_range
 from tatami.tiling.cost import AbstractCost, Cost, PaperCost, RememberedCost
 from tatami.tiling.fit import fit
@@ -61,7 +61,6 @@ class Plan:
             where that was not measured. What is wrong with speeds and links themselves is not in it.
         bound_s: seconds that no tiling of this cluster can beat under that cost.
         volume_bytes: what all processors together send in an iteration.
-        volume_bounds: what they would send at least, with tiles of the same areas but any shape.
         reasons: by the name of each processor that is left out, why; those first that were left out first.
         memory_bytes: what each processor will keep.
     """
@@ -74,7 +73,6 @@ class Plan:
     predicted: Cost
     bound_s: float
     volume_bytes: float
-    volume_bounds: VolumeBounds
     reasons: Mapping[str, Reason] = field(default_factory=dict)
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
     range_s: tuple[float, float] | None = None
@@ -171,11 +169,6 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
         range_s=_range_s(predicted, [cluster.by_name[name] for name in layout.processors]),
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
         volume_bytes=volume_bytes(layout, workload=workload, cluster=run),
-        volume_bounds=volume_bounds(
-            [replica.width * height for replica in layout.replicas for height in replica.heights],
-            alpha_bytes=workload.gradient_bytes,
-            beta_bytes=workload.tensor_parallel_bytes,
-        ),
         reasons=fitted.reasons,
         memory_bytes=memory_bytes(layout, workload=workload, cluster=run),
     )

@@ -21,13 +21,14 @@ from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.model.model import TiledModel
-from tatami.retiling import Controller, Decision, Retiler, StagedDecision, StagedWatcher, Timing, Watcher
+from tatami.retiling import Controller, Decision, Retiler, StagedWatcher, Timing, Watcher
 from tatami.retiling.link_watch import WatchedMessage
 from tatami.retiling.watching import Found
 from tatami.runtime.optimizers import check_optimizer
 from tatami.runtime.phases import IterationPhase, PhaseTimes
 from tatami.runtime.row_messages import Moved
 from tatami.state.moving import move
+from tatami.tiling import Layout
 from tatami.train.own_times import OwnTimes
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Check:
         moved: what the re-mapping moved; None where nothing did.
     """
 
-    decision: Decision | StagedDecision
+    decision: Decision
     compute_s: dict[str, float]
     moved: Moved | None
 
@@ -195,7 +196,6 @@ class Retiling:
         if any(took_s):
             watcher.moved(max(took_s))
         works = watcher.works
-        decision: Decision | StagedDecision | None
         if isinstance(watcher, StagedWatcher):
             decision = watcher.take(self.iteration, np.array(per_work_s))
         else:
@@ -223,7 +223,7 @@ class Retiling:
 
     def _carry_out(
         self,
-        decision: Decision | StagedDecision,
+        decision: Decision,
         *,
         compute_s: dict[str, float],
         companions: Mapping[torch.Tensor, torch.Tensor] | None,
@@ -231,8 +231,7 @@ class Retiling:
         moved = None
         if decision.remaps:
             self._optimizer.zero_grad(set_to_none=True)
-            staged = isinstance(decision, StagedDecision)
-            others = None if staged else companions
+            others = companions if isinstance(decision.layout, Layout) else None
             moved = move(self._model, decision.layout, optimizer=self._optimizer, companions=others)
         check = Check(decision=decision, compute_s=compute_s, moved=moved)
         self.checks.append(check)

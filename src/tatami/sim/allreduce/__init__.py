@@ -1,7 +1,7 @@
 """All-reduces on simulated machines: schedules replayed transfer by transfer, over sizes and grids."""
 
 from tatami.sim.allreduce.allreduce_job import AllReduceJob, Case, Replayed, grids_of, replay
-from tatami.sim.allreduce.natives import NATIVES, NativeRule, WholeDoubling, expand
+from tatami.sim.allreduce.natives import NATIVES, WholeDoubling, expand
 from tatami.sim.allreduce.replay import Replay
 from tatami.sim.allreduce.software import Fragment, Software
 
@@ -10,7 +10,6 @@ __all__ = [
     "AllReduceJob",
     "Case",
     "Fragment",
-    "NativeRule",
     "Replay",
     "Replayed",
     "Software",

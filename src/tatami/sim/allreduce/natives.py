@@ -16,23 +16,8 @@ _SHORT_ALL_REDUCE_BYTES = 2 * _KIB
 _SHORT_ALL_GATHER_BYTES = 80 * _KIB
 _LONG_BYTES = 512 * _KIB
 
-Choice = Callable[[Role, int, int], tuple[AbstractPattern, ...]]
-"""(role, members, bytes of the group's range) -> what is done, one after the other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NativeRule:
-    """One library's habits.
-
-    Attributes:
-        name: as `--native` calls it.
-        what: in a line.
-        patterns: the choice.
-    """
-
-    name: str
-    what: str
-    patterns: Choice
+NativeRule = Callable[[Role, int, int], tuple[AbstractPattern, ...]]
+"""What a library does: (role, members, bytes of the group's range) -> patterns, one after the other."""
 
 
 def _mpich(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:
@@ -46,37 +31,14 @@ def _mpich(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, 
     return (WholeDoubling(),) if size_bytes <= _SHORT_ALL_REDUCE_BYTES else (Halving(), Doubling())
 
 
-def _optimal(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:  # noqa: ARG001 - whatever the size
-    halves: dict[Role, tuple[AbstractPattern, ...]] = {
-        Role.REDUCE_SCATTER: (Halving(),),
-        Role.ALL_GATHER: (Doubling(),),
-        Role.ALL_REDUCE: (Halving(), Doubling()),
+def _always(reduce_scatter: AbstractPattern, all_gather: AbstractPattern, *all_reduce: AbstractPattern) -> NativeRule:
+    """The same patterns at any size; all-reduces by the first two unless others are given."""
+    patterns = {
+        Role.REDUCE_SCATTER: (reduce_scatter,),
+        Role.ALL_GATHER: (all_gather,),
+        Role.ALL_REDUCE: all_reduce or (reduce_scatter, all_gather),
     }
-    return halves[role]
-
-
-def _ring(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:  # noqa: ARG001
-    rings: dict[Role, tuple[AbstractPattern, ...]] = {
-        Role.REDUCE_SCATTER: (RingReduceScatter(),),
-        Role.ALL_GATHER: (RingAllGather(),),
-        Role.ALL_REDUCE: (RingReduceScatter(), RingAllGather()),
-    }
-    return rings[role]
-
-
-def _whole(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:
-    return (WholeDoubling(),) if role is Role.ALL_REDUCE else _ring(role, members, size_bytes)
-
-
-NATIVES = {
-    rule.name: rule
-    for rule in (
-        NativeRule(name="mpich", what="by size, as Thakur, Rabenseifner and Gropp 2005 describe MPICH", patterns=_mpich),
-        NativeRule(name="optimal", what="halving, doubling, or both, at any size", patterns=_optimal),
-        NativeRule(name="ring", what="rings, at any size", patterns=_ring),
-        NativeRule(name="whole", what="all-reduce by doubling of the whole vector, the others by ring", patterns=_whole),
-    )
-}
+    return lambda role, members, size_bytes: patterns[role]  # noqa: ARG005 - whatever the size
 
 
 def find_native(name: str) -> NativeRule:
@@ -99,7 +61,7 @@ def expand(schedule: Schedule, *, rule: NativeRule, element_bytes: int = 4) -> S
             continue
         size_bytes = max(group.size for group in phase.groups) * element_bytes
         members = max(group.members for group in phase.groups)
-        phases += [replace(phase, what=what) for what in rule.patterns(phase.what.role, members, size_bytes)]
+        phases += [replace(phase, what=what) for what in rule(phase.what.role, members, size_bytes)]
     return replace(schedule, phases=tuple(phases))
 
 
@@ -140,3 +102,13 @@ class WholeDoubling(AbstractPattern):
 
     def _whole(self, group: RankGroup, source: int, target: int, *, reduce: bool) -> Iterator[Step]:
         yield from group.transfer(source=source, target=target, first=0, num_parts=group.members, reduce=reduce, via=self.via)
+
+
+NATIVES: dict[str, NativeRule] = {
+    "mpich": _mpich,
+    "optimal": _always(Halving(), Doubling()),
+    "ring": _always(RingReduceScatter(), RingAllGather()),
+    "whole": _always(RingReduceScatter(), RingAllGather(), WholeDoubling()),
+}
+"""By size, as Thakur, Rabenseifner and Gropp 2005 describe MPICH; halving and doubling; rings; and rings, with all-reduces by
+doubling of the whole vector."""

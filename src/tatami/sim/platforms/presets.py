@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tatami.errors import InputError
 from tatami.sim.platforms.base import AbstractPlatform, Wire
@@ -13,14 +12,6 @@ from tatami.sim.platforms.tree import MachineGroup, Tree
 _OAKFOREST_NODES = 256
 _OAKFOREST_LATENCY_S = 250e-9
 """Latency of one cable: four of them make the microsecond or so that small messages take between two nodes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """What may be asked for by name: `build(nodes, latency_s)`, each None where it was not given."""
-
-    what: str
-    build: Callable[[int | None, float | None], AbstractPlatform]
 
 
 def preset(name: str, *, nodes: int | None = None, latency_s: float | None = None) -> AbstractPlatform:
@@ -37,7 +28,7 @@ def preset(name: str, *, nodes: int | None = None, latency_s: float | None = Non
     """
     if name not in PRESETS:
         raise InputError(f"there is no preset {name!r}; there are: {', '.join(sorted(PRESETS))}")
-    return PRESETS[name].build(nodes, latency_s)
+    return PRESETS[name](nodes, latency_s)
 
 
 def _paper_server(nodes: int | None, latency_s: float | None) -> AbstractPlatform:
@@ -65,7 +56,8 @@ def _oakforest(nodes: int | None, latency_s: float | None) -> AbstractPlatform:
     return FatTree(name="oakforest-like", nodes=_OAKFOREST_NODES if nodes is None else nodes, link=link)
 
 
-PRESETS = {
-    "paper-server-10k": Preset(what="10,000 workers in 100 clusters, 100 servers (Li, Tanimura, Nakada)", build=_paper_server),
-    "oakforest-like": Preset(what="a fat tree, 12.5 GB/s, full bisection, 256 nodes or as many as asked", build=_oakforest),
+PRESETS: dict[str, Callable[[int | None, float | None], AbstractPlatform]] = {
+    "paper-server-10k": _paper_server,
+    "oakforest-like": _oakforest,
 }
+"""What builds them, from `nodes` and `latency_s`, each None where it was not given."""

@@ -14,7 +14,7 @@ from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.collective import Schedule
 from tatami.sim.allreduce import NATIVES, expand
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
-from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
+from tatami.tiling import Layout, PlannedSum, SumKind, traffic_of
 from tatami.tiling.compute import calls_s, scatter
 from tatami.tiling.overlap import late_share
 from tatami.tiling.span import micro_batch_sizes
@@ -81,33 +81,27 @@ class Floor:
 
     def __init__(
         self,
-        tiling: Tiling,
+        layout: Layout,
         *,
-        tilings: Sequence[Tiling],
         workload: Workload,
         cluster: Cluster,
         speeds: Mapping[str, float] | None = None,
         startup: Startup = NO_STARTUP,
-        micro_batches: Sequence[int] | None = None,
-        recomputes: Sequence[bool] | None = None,
         buckets: int = 1,
     ) -> None:
-        """Prepare a tiling.
+        """Prepare a layout.
 
         Args:
-            tiling: the replicas, and the samples of each.
-            tilings: the same for the units of each block of the workload; none where it has none.
+            layout: who has which tiles.
             workload: what is laid out.
             cluster: rank r runs on its processor r.
             speeds: flop/s by name. Where one depends on the size of the tile, flop are counted at that of its largest size.
             startup: what each tile costs beyond its area.
-            micro_batches: in how many each replica computes its samples; None: in one.
-            recomputes: whether each replica recomputes activations; None: none does.
             buckets: in how many gradients leave while the backward pass computes, where each rank is a replica; 1: after it.
         """
-        again = recomputes or [False] * len(tiling.replicas)
-        numbers = micro_batches or [1] * len(tiling.replicas)
-        self.tilings = tuple(tilings)
+        tiling = layout.cut(samples=workload.samples, units=workload.units)
+        again, numbers = ([getattr(each, name) for each in layout.replicas] for name in ("recomputes", "micro_batches"))
+        self.tilings = tilings = layout.cut_blocks(workload)
         names = [processor.name for processor in cluster.processors]
         hosts = cluster.host_of
         self.traffic = traffic_of(

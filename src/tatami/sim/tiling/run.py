@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tatami.retiling import Alarm, Controller, Decision, Glance, StagedDecision, Timing, Watcher, moves
+from tatami.retiling import Alarm, Controller, Decision, Glance, Timing, Watcher, moves
 from tatami.retiling.timing import PROBE_EVERY
 from tatami.sim.stage import Stage, Then, play
 from tatami.sim.tiling.changes import Speeds
@@ -45,7 +45,7 @@ class TilingRun:
     total_s: float
     iteration_s: tuple[float, ...]
     compute_s: tuple[tuple[float, float], ...]
-    decisions: tuple[Decision | StagedDecision, ...]
+    decisions: tuple[Decision, ...]
     move_s: tuple[float, ...]
     tilings: tuple[Tiling, ...]
     bytes_moved: float
@@ -65,7 +65,6 @@ class TilingPlay:
         self._speeds = Speeds(job.true_flop_per_s, changes=job.changes)
         self._controller: Controller | Watcher | None = None
         if job.retiler is not None:
-            assert job.layout is not None
             self._controller = (Watcher if job.retiler.watches else Controller)(
                 job.retiler, cluster=job.cluster, workload=job.workload, layout=job.layout, known_speeds=job.known_speeds
             )
@@ -76,7 +75,7 @@ class TilingPlay:
         self._ahead_s = 0.0
         self._skipped_bytes = 0.0
         self._bytes_before = 0.0
-        self.floor = self._laid(job.first_tiling, job.first_tilings, job.layout)
+        self.floor = self._laid(job.layout)
         self.iteration_s: list[float] = []
         self.compute_s: list[tuple[float, float]] = []
         self.decisions: list[Decision] = []
@@ -109,18 +108,15 @@ class TilingPlay:
         """Begin with all ranks at once."""
         self._next(dict.fromkeys(self.floor.names, 0.0))
 
-    def _laid(self, tiling: Tiling, tilings: Sequence[Tiling], layout: Layout | None) -> Floor:
+    def _laid(self, layout: Layout) -> Floor:
         cost = AlphaBetaCost(flop_per_s=self._job.flop_per_s)
         return Floor(
-            tiling,
-            tilings=tilings,
+            layout,
             workload=self._workload,
             cluster=self._cluster,
             speeds=self._job.true_flop_per_s,
             startup=self._job.startup,
-            micro_batches=None if layout is None else [replica.micro_batches for replica in layout.replicas],
-            recomputes=None if layout is None else [replica.recomputes for replica in layout.replicas],
-            buckets=1 if layout is None else cost.buckets(layout, cluster=self._cluster, workload=self._workload),
+            buckets=cost.buckets(layout, cluster=self._cluster, workload=self._workload),
         )
 
     def _next(self, leads_s: dict[int, float]) -> None:
@@ -225,12 +221,12 @@ class TilingPlay:
                 self._controller.moved(self.move_s[-1])
             self._next(dict.fromkeys(self.floor.names, 0.0))
 
-        if not decision.remaps:
+        if not decision.remaps or self._controller is None:
             go_on()
             return
         before = self.floor.tilings
         self._window.clear()
-        self.floor = self._laid(decision.tiling, decision.layout.cut_blocks(self._workload), decision.layout)
+        self.floor = self._laid(self._controller.layout)
         self._move(before, go_on)
 
     def _move(self, before: Sequence[Tiling], then: Then) -> None:

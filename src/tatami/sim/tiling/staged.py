@@ -21,7 +21,7 @@ import numpy as np
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.retiling import StagedDecision, StagedWatcher
+from tatami.retiling import Decision, StagedWatcher
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.stage import Stage, play
 from tatami.sim.tiling.changes import Change, Speeds
@@ -42,7 +42,6 @@ class StagedJob:
         workload: what is laid out, with its pieces.
         layout: how.
         iterations: how many.
-        slower: how many times as slow as in `cluster` a processor truly is.
         changes: of speeds, against those that the run begins with.
         retiles: whether other stages are moved to when that pays.
         stages: how many there must be then; None: as many as is fastest.
@@ -57,7 +56,6 @@ class StagedJob:
     workload: Workload
     layout: StagedLayout
     iterations: int = 1
-    slower: Mapping[str, float] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     retiles: bool = False
     stages: int | None = None
@@ -66,7 +64,7 @@ class StagedJob:
     def __post_init__(self) -> None:
         if self.iterations < 1:
             raise PlanError(f"a run has at least 1 iteration, not {self.iterations}")
-        unknown = {*self.slower, *(each.processor for each in self.changes)} - set(self.cluster.by_name)
+        unknown = {each.processor for each in self.changes} - set(self.cluster.by_name)
         if unknown:
             raise PlanError(f"the speeds of {', '.join(sorted(unknown))} change, and there is no such processor")
 
@@ -315,15 +313,14 @@ def _tied(plan: StagedPlan) -> list[int]:
 
 def rehearse_stages(job: StagedJob) -> TilingRun:
     """Simulate a run with pipeline stages."""
-    factors = {name: 1.0 / job.slower.get(name, 1.0) for name in job.cluster.by_name}
-    speeds = Speeds(factors, changes=job.changes)
+    speeds = Speeds(dict.fromkeys(job.cluster.by_name, 1.0), changes=job.changes)
     price = partial(price_stages, cluster=job.cluster, workload=job.workload, cost=job.cost)
     plan, watcher = price(job.layout), None
     if job.retiles:
         watcher = StagedWatcher(cluster=job.cluster, workload=job.workload, layout=job.layout, cost=job.cost, stages=job.stages)
     now_s = moved_bytes = 0.0
     iteration_s, compute_s, move_s = [], [], []
-    decisions: list[StagedDecision] = []
+    decisions: list[Decision] = []
     known: StagedIteration | None = None
     num_simulated = 0
     for number in range(1, job.iterations + 1):
@@ -346,7 +343,7 @@ def rehearse_stages(job: StagedJob) -> TilingRun:
         move_s.append(watcher.move_s if decision.remaps else 0.0)
         if decision.remaps:
             now_s += move_s[-1]
-            plan, known = price(decision.layout), None
+            plan, known = price(watcher.layout), None
             watcher.moved(move_s[-1])
     return TilingRun(
         total_s=now_s,
