@@ -26,7 +26,7 @@ from tatami.server.coordinator import Coordinator
 from tatami.server.learner import Course, Learner
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut, parcel
-from tatami.server.protocol import Protocol
+from tatami.server.run_settings import RunSettings
 from tatami.server.shard import ShardServer
 
 RESULTS = Path(__file__).parent / "results" / "ignore_gap.jsonl"
@@ -42,10 +42,8 @@ def trained(seed: int, share: float, data: tuple[torch.Tensor, torch.Tensor]) ->
     model, loss_fn = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)), nn.CrossEntropyLoss()
     course = Course(samples=len(data[0]), batch_size=BATCH_SIZE, seed=seed)
     learner = Learner(model, loss_fn=loss_fn, data=data, course=course)
-    protocol = Protocol(
-        rounds=ROUNDS, workers=WORKERS, servers=1, shards=1, spares=1, restarts=ROUNDS * WORKERS, recovery=Ignore()
-    )
-    coordinator, server = Coordinator(protocol), ShardServer({0: learner.parameters}, optimizer=OPTIMIZER)
+    settings = RunSettings(rounds=ROUNDS, workers=WORKERS, servers=1, spares=1, restarts=ROUNDS * WORKERS, recovery=Ignore())
+    coordinator, server = Coordinator(settings), ShardServer({0: learner.parameters}, optimizer=OPTIMIZER)
     chance, deaths = random.Random(f"{seed}/{share}"), 0
     events: list[ev.Event] = [ev.Started(at_s=0.0)]
     while events:

@@ -21,7 +21,6 @@ from tatami.server.learner import Course, check_model
 from tatami.server.ledger import Ledger
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam, Vector
 from tatami.server.pieces import cut
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint, daly_s
 from tatami.server.saving import Saved
 from tatami.server.shard import ShardServer
@@ -148,6 +147,7 @@ def test_reports_are_kept(tmp_path: Path) -> None:
         ({"servers": 99}, "99 servers, but only 4 parameters"),
         ({"replicas": 3}, "replicas=3, but there are only 2 servers"),
         ({"workers": 0}, "workers must be at least 1"),
+        ({"workers": 5000}, "5000 workers, 2 servers and 1 spares are 5003 processes; a run has at most 4096"),
         ({"min_workers": 9}, "min_workers=9"),
         ({"speeds": [1.0]}, "1 speeds for 4 workers"),
         ({"recovery": Checkpoint()}, "directory"),
@@ -182,13 +182,13 @@ def test_bad_input_is_refused_before_anything_starts(arguments: dict[str, object
         lambda: Checkpoint(mtbf_s=math.inf),
         lambda: RunSettings(rounds=1, seed=-1),
         lambda: RunSettings(rounds=1, seed=2**64),
-        lambda: RunSettings(rounds=1, workers=5000),
         lambda: RunSettings(rounds=1, clip_norm=math.nan),
         lambda: RunSettings(rounds=1, heartbeat_s=math.inf),
         lambda: SGD(lr=1, momentum=1),
         lambda: Adam(lr=-1),
         lambda: Adam(betas=(1.0, 0.9)),
-        lambda: Protocol(rounds=1, workers=1, servers=1, shards=1, consistency=BSP(), save_every=0),
+        lambda: RunSettings(rounds=1, consistency=BSP(), save_every=0),
+        lambda: RunSettings(rounds=-1),
     ],
 )
 def test_settings_that_cannot_be(make) -> None:  # type: ignore[no-untyped-def]
@@ -243,7 +243,7 @@ def test_a_node_that_does_not_answer_is_not_one_to_start_on(monkeypatch: pytest.
 def _run(path: Path) -> Ledger:
     """From version 7: three rounds, worker 1 missing in the second, where it died; each is told twice, and counted once."""
     ledger = Ledger(recovery="ignore", start=7, sinks=[Records(path)])
-    ledger.began(startup_s=3.0)
+    ledger.began(workers=2, startup_s=3.0)
     for round_, at_s in ((7, 1.0), (8, 4.0), (9, 5.0)):
         present = (0,) if round_ == 8 else (0, 1)
         for worker in present:

@@ -13,10 +13,10 @@ from tatami.server import ASP, BSP, SSP, Backup, Checkpoint, FromServers, Ignore
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import AbstractRecovery
+from tatami.server.run_settings import RunSettings
 
-TERMS: dict[str, Any] = {"rounds": 2, "workers": 2, "servers": 1, "shards": 1, "spares": 1, "restarts": 0}
+TERMS: dict[str, Any] = {"rounds": 2, "workers": 2, "servers": 1, "spares": 1, "restarts": 0}
 
 
 def received(worker: int, *, process: int, attempt: int = 0) -> ev.ShardReceived:
@@ -25,7 +25,7 @@ def received(worker: int, *, process: int, attempt: int = 0) -> ev.ShardReceived
 
 def begun(recovery: AbstractRecovery) -> Coordinator:
     """In round 0: worker 0 has pushed, worker 1 has not, and process 2 stands by."""
-    coordinator = Coordinator(Protocol(recovery=recovery, **TERMS))
+    coordinator = Coordinator(RunSettings(recovery=recovery, **TERMS))
     actions = coordinator.handle(ev.Started(at_s=0))
     assert actions[0] == act.StartSpare(process=2)
     if isinstance(recovery, Checkpoint):
@@ -77,8 +77,8 @@ def test_checkpoint_takes_everybody_back() -> None:
 
 
 def test_a_late_process_is_ended_before_it_is_replaced() -> None:
-    first, second = begun(FromServers()).handle(ev.ProcessLate(at_s=3, process=1))
-    assert first == act.DeclareDead(process=1)
+    first, second = begun(FromServers()).handle(ev.ProcessDied(at_s=3, process=1, late=True))
+    assert first == act.EndProcess(process=1)
     assert isinstance(second, act.SendTask)
 
 
@@ -94,30 +94,29 @@ def test_without_spares_the_batch_is_divided_among_the_others() -> None:
 
 
 def test_the_result_is_fetched_before_the_run_is_over() -> None:
-    coordinator = Coordinator(Protocol(**TERMS | {"rounds": 0}))
+    coordinator = Coordinator(RunSettings(**TERMS | {"rounds": 0}))
     fetch = coordinator.handle(ev.Started(at_s=0))[-1]
     assert fetch == act.FetchResult(ticket=1)
-    assert coordinator.handle(ev.ResultFetched(at_s=1, ticket=1)) == (act.Finish(version=0),)
+    assert coordinator.handle(ev.ResultFetched(at_s=1, ticket=1)) == (act.Finish(),)
     assert coordinator.handle(ev.WorkerJoins(at_s=2)) == ()
 
 
 def test_an_event_of_another_protocol_is_a_mistake() -> None:
     with pytest.raises(TypeError, match="Event is not an event of this protocol"):
-        Coordinator(Protocol(**TERMS)).handle(ev.Event(at_s=0))
+        Coordinator(RunSettings(**TERMS)).handle(ev.Event(at_s=0))
 
 
-PROTOCOLS = st.builds(
-    lambda servers, replicas, **rest: Protocol(servers=servers, replicas=min(replicas, servers), **rest),
+SETTINGS = st.builds(
+    lambda servers, replicas, **rest: RunSettings(servers=servers, replicas=min(replicas, servers), **rest),
     rounds=st.integers(0, 4),
     workers=st.integers(1, 4),
     servers=st.integers(1, 3),
     replicas=st.integers(1, 2),
-    shards=st.integers(1, 3),
     spares=st.integers(0, 2),
     restarts=st.integers(0, 4),
     consistency=st.sampled_from([BSP(), SSP(staleness=0), SSP(staleness=2), ASP(), Backup(workers=1)]),
     recovery=st.sampled_from([FromServers(), Ignore(), Checkpoint(), Checkpoint(every=2), Checkpoint(every="daly")]),
-    clips=st.booleans(),
+    clip_norm=st.sampled_from([None, 1.0]),
     save_every=st.sampled_from([None, 1, 2]),
 )
 
@@ -125,9 +124,9 @@ PROTOCOLS = st.builds(
 class ChaosMachine(RuleBasedStateMachine):
     """Hypothesis delivers, repeats, kills and hangs as it likes, then lets everything come to its end."""
 
-    @initialize(protocol=PROTOCOLS)
-    def start(self, protocol: Protocol) -> None:
-        self.world = World(protocol)
+    @initialize(run=SETTINGS)
+    def start(self, run: RunSettings) -> None:
+        self.world = World(run)
         self.excused: set[str] = set()
 
     @precondition(lambda self: self.world.pending)
@@ -192,23 +191,23 @@ class ChaosMachine(RuleBasedStateMachine):
         if isinstance(world.end, act.Stop):
             return
         ledger = world.result
-        assert len(ledger) == world.end.version
+        assert len(ledger) == world.coordinator.version
         counts = Counter((each.worker, each.round) for commit in ledger for each in commit)
         assert all(count == 1 for count in counts.values()), "an update was applied twice"
-        if world.protocol.consistency.lockstep:
-            assert [{each.round for each in commit} for commit in ledger] == [{r} for r in range(world.protocol.rounds)]
+        if world.settings.consistency.lockstep:
+            assert [{each.round for each in commit} for commit in ledger] == [{r} for r in range(world.settings.rounds)]
             assert all([each.worker for each in commit] == sorted(each.worker for each in commit) for commit in ledger)
         self.check_nobody_lost(ledger)
 
     def check_nobody_lost(self, ledger: list[tuple[act.Contribution, ...]]) -> None:
         """Where updates are never given up, every place that stayed to the end has all its rounds in the parameters."""
-        world, protocol = self.world, self.world.protocol
-        if "rejected" in self.excused or isinstance(protocol.recovery, Ignore) or isinstance(protocol.consistency, Backup):
+        world, run = self.world, self.world.settings
+        if "rejected" in self.excused or isinstance(run.recovery, Ignore) or isinstance(run.consistency, Backup):
             return
         applied = {(each.worker, each.round) for commit in ledger for each in commit}
-        for worker in range(protocol.workers):
+        for worker in range(run.workers):
             if worker in world.coordinator.places:
-                assert {round_ for who, round_ in applied if who == worker} == set(range(protocol.rounds))
+                assert {round_ for who, round_ in applied if who == worker} == set(range(run.rounds))
 
 
 TestChaos = ChaosMachine.TestCase

@@ -22,12 +22,13 @@ import torch
 from ray import cloudpickle
 
 from tatami.comm.elastic import set_elastic_world
-from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
+from tatami.elastic.orders import Assignment, Order, Report, Said, ScriptEnded, ScriptFailed
 from tatami.elastic.session import Session, set_session
 from tatami.elastic.settings import MomentHook
 from tatami.elastic.steps import repairs_of_fit
 from tatami.engine.processes import Identity, identity
 from tatami.errors import CommError
+from tatami.membership import Halted
 from tatami.state.repairing import BeginAgain, set_repairs
 
 _COLLECT_S = 5.0
@@ -94,7 +95,7 @@ class RankProcess:
         """A sign of life after `pause_s`; runs beside the script, and fails at once when the process ends."""
         time.sleep(pause_s)
 
-    def halt(self, ticket: int, abort: bool) -> HaltAnswer | None:
+    def halt(self, ticket: int, abort: bool) -> Halted | None:
         """See `OrderBox.halt`."""
         assert self._session is not None
         return self._session.box.halt(ticket, abort=abort)

@@ -108,16 +108,10 @@ class ResultFetched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessDied(Event):
-    """The process of a worker or a spare is gone."""
+    """The process of a worker or a spare is gone; `late`: it has missed its heartbeat, as it hangs or is cut off."""
 
     process: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessLate(Event):
-    """The process of a worker or a spare has missed its heartbeat: hung, or cut off."""
-
-    process: int
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +135,10 @@ class WorkerLeaves(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDied(Event):
-    """The process of a server is gone, or did not come up."""
+    """The process of a server is gone, did not come up, or, if `late`, has missed its heartbeat."""
 
     server: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerLate(Event):
-    """The process of a server has missed its heartbeat."""
-
-    server: int
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

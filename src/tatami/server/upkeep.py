@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.actions import Cause
@@ -75,7 +73,7 @@ class Upkeep:
         if not can or self._roster.restarts_left < len(gone):
             where = "nothing was saved" if saved is None else f"the last checkpoint is of version {saved.version}"
             reason = f"server {server} is gone, and with it the only copy of its shards; {where}. replicas=2 survives this"
-            self._run.do(act.Stop(cause=Cause.SHARDS_LOST, reason=reason, saved=saved is not None))
+            self._run.do(act.Stop(cause=Cause.SHARDS_LOST, reason=reason))
             return
         self._run.phase = RunPhase.RESTART
         for each in gone:
@@ -134,11 +132,11 @@ class Upkeep:
             saved = Saved(version=self._writing.version, clocks=self._writing.clocks)
             self._saving.written(saved, took_s=run.now_s - self._write_began_s)
         elif run.stopping is None and self._saving.is_vital:
-            run.do(act.Stop(cause=Cause.CHECKPOINT, reason=f"the first checkpoint failed: {event.reason}", saved=False))
+            run.do(act.Stop(cause=Cause.CHECKPOINT, reason=f"the first checkpoint failed: {event.reason}"))
         else:
             self._roster.warn(f"no checkpoint was written at version {run.version}: {event.reason}")
         if run.stopping is not None:
-            run.do(replace(run.stopping, saved=isinstance(event, ev.CheckpointWritten)))
+            run.do(run.stopping)
 
     def read(self) -> None:
         """Go back to the last checkpoint."""

@@ -22,8 +22,7 @@ from tatami.server.actions import Contribution, SendTask
 from tatami.server.learner import Course, Learner, LossFn, ModelFn, signature
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut, parcel
-from tatami.server.protocol import Protocol
-from tatami.server.run_settings import PhaseHook, TaskPhase
+from tatami.server.run_settings import PhaseHook, RunSettings, TaskPhase
 
 _PULL_PAUSE_S = 0.1
 _HEDGE_S = 1.0
@@ -41,7 +40,7 @@ class WorkerSpec:
     model_fn: ModelFn
     loss_fn: LossFn
     course: Course
-    protocol: Protocol
+    settings: RunSettings
     hook: PhaseHook | None
     patience_s: float
 
@@ -129,14 +128,14 @@ class WorkerProcess:
 
     def _push(self, task: SendTask, gradient: Sequence[Vector], *, samples: int) -> tuple[tuple[int, int], ...]:
         assert self._spec is not None
-        protocol = self._spec.protocol
+        settings = self._spec.settings
         calls: dict[tuple[int, int], Any] = {}
         contribution = Contribution(worker=task.worker, process=task.process, round=task.round)
         size = sum(len(piece) for piece in gradient)
-        for shard, stretch in enumerate(cut(size, shards=protocol.shards)):
+        for shard, stretch in enumerate(cut(size, shards=settings.servers)):
             parts = parcel(gradient, stretch=stretch)
             update = posted(parts, size_bytes=sum(part.nbytes for part in parts))  # one, for all copies of the shard
-            for server in protocol.holders(shard):
+            for server in settings.holders(shard):
                 if server in task.servers and server in self._servers:
                     stage = self._servers[server].stage
                     calls[shard, server] = stage.remote(shard, update, contribution, task.attempt, samples)
