@@ -60,9 +60,9 @@ def trained(seed: int, share: float, data: tuple[torch.Tensor, torch.Tensor]) ->
                 case act.ApplyShard():
                     order = {"version": action.version, "squared_norm": None, "clocks": action.clocks}
                     server.apply(0, action.contributions, **order)  # type: ignore[arg-type]
-                    events.append(ev.ShardApplied(at_s=0.0, ticket=action.ticket, shard=0, server=0))
+                    events.append(ev.ShardApplied(at_s=0.0, order=action))
                 case act.FetchResult():
-                    events.append(ev.ResultFetched(at_s=0.0, ticket=action.ticket))
+                    events.append(ev.ResultFetched(at_s=0.0, order=action))
                 case act.Finish():
                     pass
                 case _:
@@ -79,8 +79,7 @@ def _push(task: act.SendTask, learner: Learner, server: ShardServer) -> ev.Shard
     update: list[Vector] = [part.copy() for part in parcel(gradient, stretch=cut(size, shards=1)[0])]
     contribution = act.Contribution(worker=task.worker, process=task.process, round=task.round)
     server.stage(0, update, contribution=contribution, attempt=task.attempt, samples=samples)
-    names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
-    return ev.ShardReceived(at_s=0.0, shard=0, server=0, **names)
+    return ev.ShardReceived(at_s=0.0, task=task, shard=0, server=0)
 
 
 def main() -> None:

@@ -68,15 +68,14 @@ class World:
             self.tell(item)
             return
         task = item.task
-        names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
         if self.servers.get(item.server) is not item.holder:
             if task.process in self.alive:
-                self.tell(ev.TaskFailed(at_s=self.time_s, **names))
+                self.tell(ev.TaskFailed(at_s=self.time_s, task=task))
             return
         if task.attempt == self.attempt:
             assert not self.servers[item.server].blank, "a push to a server that has not got its shards"
             self.servers[item.server].staged.add((item.shard, task.worker, task.process, task.round))
-        self.tell(ev.ShardReceived(at_s=self.time_s, shard=item.shard, server=item.server, **names))
+        self.tell(ev.ShardReceived(at_s=self.time_s, task=task, shard=item.shard, server=item.server))
 
     def carry_out(self, action: act.Action) -> None:
         now = self.time_s
@@ -107,11 +106,7 @@ class World:
             case act.SumShard():
                 if action.server in self.servers:
                     self._check_staged(action)
-                    self.pending.append(
-                        ev.ShardSummed(
-                            at_s=now, ticket=action.ticket, shard=action.shard, server=action.server, squared_norm=1.0
-                        )
-                    )
+                    self.pending.append(ev.ShardSummed(at_s=now, order=action, squared_norm=1.0))
             case act.ApplyShard():
                 self._apply(action)
             case act.CopyShard():
@@ -123,7 +118,7 @@ class World:
             case act.FetchResult():
                 if all(self._whole(shard) for shard in range(self.settings.servers)):
                     self.result = list(self.ledger())
-                    self.pending.append(ev.ResultFetched(at_s=now, ticket=action.ticket))
+                    self.pending.append(ev.ResultFetched(at_s=now, order=action))
             case act.Warn():
                 self.warnings.append(action.message)
             case act.Finish() | act.Stop():
@@ -151,7 +146,7 @@ class World:
             for shard, worker, process, round_ in server.staged
             if shard != action.shard or round_ >= floors.get(worker, round_ + 1)
         }
-        self.pending.append(ev.ShardApplied(at_s=self.time_s, ticket=action.ticket, shard=action.shard, server=action.server))
+        self.pending.append(ev.ShardApplied(at_s=self.time_s, order=action))
 
     def _copy(self, action: act.CopyShard) -> None:
         """The state of a shard, without any update that is not applied: none may be under way."""
@@ -164,18 +159,18 @@ class World:
         server.shards[action.shard] = list(source.shards[action.shard])
         self.copied.append((action.shard, action.source, action.server))
         server.blank = False
-        self.pending.append(ev.ShardCopied(at_s=self.time_s, ticket=action.ticket, shard=action.shard, server=action.server))
+        self.pending.append(ev.ShardCopied(at_s=self.time_s, order=action))
 
     def _write(self, action: act.WriteCheckpoint) -> None:
         if any(not self._whole(shard) for shard in range(self.settings.servers)):
             return
         if self.fails("disk"):
-            self.pending.append(ev.CheckpointFailed(at_s=self.time_s, ticket=action.ticket, reason="the disk is full"))
+            self.pending.append(ev.CheckpointWritten(at_s=self.time_s, order=action, problem="the disk is full"))
             return
         state = {shard: list(self.servers[self._whole(shard)[0]].shards[shard]) for shard in range(self.settings.servers)}
         assert {len(commits) for commits in state.values()} == {action.version}, "a checkpoint of a half-applied commit"
         self.disk[action.version] = (state, action.clocks)
-        self.pending.append(ev.CheckpointWritten(at_s=self.time_s, ticket=action.ticket))
+        self.pending.append(ev.CheckpointWritten(at_s=self.time_s, order=action))
 
     def _read(self, action: act.ReadCheckpoint) -> None:
         self.attempt = action.attempt
@@ -189,7 +184,7 @@ class World:
                 continue
             server.staged, server.blank = set(), False
             server.shards = {shard: list(state[shard]) for shard in server.shards}
-        self.pending.append(ev.CheckpointRead(at_s=self.time_s, ticket=action.ticket, version=version, clocks=clocks))
+        self.pending.append(ev.CheckpointRead(at_s=self.time_s, order=action, version=version, clocks=clocks))
 
     def _live(self, shard: int) -> list[int]:
         return [server for server in self.settings.holders(shard) if server in self.servers]

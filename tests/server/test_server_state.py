@@ -20,7 +20,10 @@ TERMS: dict[str, Any] = {"rounds": 2, "workers": 2, "servers": 1, "spares": 1, "
 
 
 def received(worker: int, *, process: int, attempt: int = 0) -> ev.ShardReceived:
-    return ev.ShardReceived(at_s=1, worker=worker, process=process, round=0, attempt=attempt, shard=0, server=0)
+    task = act.SendTask(
+        worker=worker, process=process, round=0, attempt=attempt, version=0, members=(0, 1), redone=False, servers=(0,)
+    )
+    return ev.ShardReceived(at_s=1, task=task, shard=0, server=0)
 
 
 def begun(recovery: AbstractRecovery) -> Coordinator:
@@ -30,7 +33,7 @@ def begun(recovery: AbstractRecovery) -> Coordinator:
     assert actions[0] == act.StartSpare(process=2)
     if isinstance(recovery, Checkpoint):
         (write,) = (each for each in actions if isinstance(each, act.WriteCheckpoint))
-        actions = coordinator.handle(ev.CheckpointWritten(at_s=0, ticket=write.ticket))
+        actions = coordinator.handle(ev.CheckpointWritten(at_s=0, order=write))
     sent = [each for each in actions if isinstance(each, act.SendTask)]
     assert [(each.worker, each.process, each.members, each.redone) for each in sent] == [
         (0, 0, (0, 1), False),
@@ -57,7 +60,7 @@ def test_ignore_closes_the_round_with_what_it_has() -> None:
     (order,) = coordinator.handle(ev.ProcessDied(at_s=1, process=1))
     assert isinstance(order, act.ApplyShard)
     assert [each.worker for each in order.contributions] == [0]
-    tasks = coordinator.handle(ev.ShardApplied(at_s=2, ticket=order.ticket, shard=0, server=0))
+    tasks = coordinator.handle(ev.ShardApplied(at_s=2, order=order))
     assert [(each.worker, each.process, each.round) for each in tasks if isinstance(each, act.SendTask)] == [
         (0, 0, 1),
         (1, 2, 1),
@@ -67,8 +70,9 @@ def test_ignore_closes_the_round_with_what_it_has() -> None:
 def test_checkpoint_takes_everybody_back() -> None:
     coordinator = begun(Checkpoint())
     (read,) = coordinator.handle(ev.ProcessDied(at_s=1, process=1))
+    assert isinstance(read, act.ReadCheckpoint)
     assert read == act.ReadCheckpoint(ticket=2, version=0, attempt=1, servers=(0,))
-    tasks = coordinator.handle(ev.CheckpointRead(at_s=2, ticket=2, version=0, clocks=((0, 0), (1, 0))))
+    tasks = coordinator.handle(ev.CheckpointRead(at_s=2, order=read, version=0, clocks=((0, 0), (1, 0))))
     assert [(each.worker, each.process, each.attempt) for each in tasks if isinstance(each, act.SendTask)] == [
         (0, 0, 1),
         (1, 2, 1),
@@ -88,16 +92,16 @@ def test_without_spares_the_batch_is_divided_among_the_others() -> None:
     warning, order = coordinator.handle(ev.ProcessDied(at_s=1, process=1))
     assert warning == act.Warn(message="no spare is left for worker 1: 1 workers share its part from now on")
     assert isinstance(order, act.ApplyShard)
-    (task,) = coordinator.handle(ev.ShardApplied(at_s=2, ticket=order.ticket, shard=0, server=0))
+    (task,) = coordinator.handle(ev.ShardApplied(at_s=2, order=order))
     assert isinstance(task, act.SendTask)
     assert task.members == (0,)
 
 
 def test_the_result_is_fetched_before_the_run_is_over() -> None:
     coordinator = Coordinator(RunSettings(**TERMS | {"rounds": 0}))
-    fetch = coordinator.handle(ev.Started(at_s=0))[-1]
-    assert fetch == act.FetchResult(ticket=1)
-    assert coordinator.handle(ev.ResultFetched(at_s=1, ticket=1)) == (act.Finish(),)
+    fetch = act.FetchResult(ticket=1)
+    assert coordinator.handle(ev.Started(at_s=0))[-1] == fetch
+    assert coordinator.handle(ev.ResultFetched(at_s=1, order=fetch)) == (act.Finish(),)
     assert coordinator.handle(ev.WorkerJoins(at_s=2)) == ()
 
 
@@ -174,8 +178,7 @@ class ChaosMachine(RuleBasedStateMachine):
         push = data.draw(st.sampled_from([item for item in self.world.pending if isinstance(item, Push)]))
         task = push.task
         self.world.pending = [item for item in self.world.pending if not (isinstance(item, Push) and item.task == task)]
-        names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
-        self.world.tell(ev.UpdateRejected(at_s=self.world.time_s, reason="the loss is nan", **names))
+        self.world.tell(ev.UpdateRejected(at_s=self.world.time_s, task=task, reason="the loss is nan"))
         self.excused.add("rejected")
 
     @rule(bad=st.sets(st.sampled_from(["spare", "server", "disk", "read"])))

@@ -106,12 +106,12 @@ class Coordinator:
                     self._send(place)
             case ev.ShardSummed() | ev.ShardApplied() | ev.ShardCopied():
                 return self._acknowledge(event)
-            case ev.CheckpointWritten() | ev.CheckpointFailed():
+            case ev.CheckpointWritten():
                 self._upkeep.written(event)
             case ev.CheckpointRead():
                 self._upkeep.was_read(event)
             case ev.ResultFetched():
-                if self._run.awaits(RunPhase.FETCH, event.ticket):
+                if self._run.awaits(RunPhase.FETCH, event.order.ticket):
                     self._run.do(act.Finish())
             case ev.ProcessDied():
                 if event.late:
@@ -135,11 +135,11 @@ class Coordinator:
 
     def _at_work(self, event: ev.OfTask) -> Place | None:
         """The place whose open task this is about; None if it is a duplicate, late, or from a process declared dead."""
-        place = self.places.get(event.worker)
+        task = event.task
+        place = self.places.get(task.worker)
         if place is None or place.status is not Status.BUSY:
             return None
-        named = (event.process, event.round, event.attempt)
-        return place if named == (place.process, place.clock, self.attempt) else None
+        return place if (task.process, task.round, task.attempt) == (place.process, place.clock, self.attempt) else None
 
     def _receive(self, event: ev.ShardReceived) -> bool:
         place = self._at_work(event)
@@ -163,9 +163,10 @@ class Coordinator:
             return
         place.status = Status.OUT
         self._rejected_in_a_row += 1
-        self._roster.warn(f"the update of worker {event.worker} in round {event.round} is not applied: {event.reason}")
+        task = event.task
+        self._roster.warn(f"the update of worker {task.worker} in round {task.round} is not applied: {event.reason}")
         if self._rejected_in_a_row >= len(self.places):
-            self._rescue(Cause.NOT_FINITE, f"no worker has a finite loss in round {event.round}; a smaller step may help")
+            self._rescue(Cause.NOT_FINITE, f"no worker has a finite loss in round {task.round}; a smaller step may help")
 
     def _lose(self, process: int) -> None:
         held_a_place = self._roster.lose(process)
@@ -175,13 +176,14 @@ class Coordinator:
 
     def _acknowledge(self, event: ev.ShardSummed | ev.ShardApplied | ev.ShardCopied) -> bool:
         expected = {ev.ShardSummed: RunPhase.SUM, ev.ShardApplied: RunPhase.APPLY, ev.ShardCopied: RunPhase.COPY}[type(event)]
-        if not self._run.awaits(expected, event.ticket):
+        order = event.order
+        if not self._run.awaits(expected, order.ticket):
             return False
         if isinstance(event, ev.ShardCopied):
-            self._upkeep.one_copied(event)
+            self._upkeep.one_copied(event.order)
             return self._upkeep.is_copied
         norm = event.squared_norm if isinstance(event, ev.ShardSummed) else None
-        self._commit.done(event.shard, event.server, squared_norm=norm)
+        self._commit.done(order.shard, order.server, squared_norm=norm)
         return not self._commit.is_awaited
 
     def _lose_server(self, server: int) -> None:

@@ -174,31 +174,27 @@ class Runtime(AbstractRun[ev.Event, act.Action], RunControl):
     def _worked(self, task: act.SendTask, outcome: TaskOutcome) -> None:
         if task.process not in self._workers.members:
             return  # declared dead meanwhile
-        now_s = self._clock.now_s()
-        names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
+        at_s = self._clock.now_s()
         self._ledger.worked(worker=task.worker, round=task.round, outcome=outcome)
         if not outcome.pulled:
-            self._tell(ev.TaskFailed(at_s=now_s, **names))
+            self._tell(ev.TaskFailed(at_s=at_s, task=task))
         elif not np.isfinite(outcome.loss):
-            self._tell(ev.UpdateRejected(at_s=now_s, reason=f"its loss is {outcome.loss}", **names))
+            self._tell(ev.UpdateRejected(at_s=at_s, task=task, reason=f"its loss is {outcome.loss}"))
         for shard, server in outcome.received:
-            self._tell(ev.ShardReceived(at_s=now_s, shard=shard, server=server, **names))
-        if outcome.pulled and np.isfinite(outcome.loss) and len(outcome.received) < self._num_due(task):
+            self._tell(ev.ShardReceived(at_s=at_s, task=task, shard=shard, server=server))
+        num_due = sum(server in task.servers for _, server in self._settings.copies)
+        if outcome.pulled and np.isfinite(outcome.loss) and len(outcome.received) < num_due:
             # A server has not answered. If it is dead, that has been told by now or will be; if it was slow, do it again:
             # where the update is whole without that server, the coordinator takes no notice of this.
-            self._tell(ev.TaskFailed(at_s=now_s, **names))
-
-    def _num_due(self, task: act.SendTask) -> int:
-        return sum(server in task.servers for _, server in self._settings.copies)
+            self._tell(ev.TaskFailed(at_s=at_s, task=task))
 
     def _summed(self, order: act.SumShard, squared_norm: float) -> None:
-        where = {"ticket": order.ticket, "shard": order.shard, "server": order.server}
-        self._tell(ev.ShardSummed(at_s=self._clock.now_s(), squared_norm=squared_norm, **where))
+        self._tell(ev.ShardSummed(at_s=self._clock.now_s(), order=order, squared_norm=squared_norm))
 
     def _applied(self, order: act.ApplyShard, published: list[Any]) -> None:
         if order.server in self._servers.members:
             self._published[order.shard][order.server] = published[0]
-        self._tell(ev.ShardApplied(at_s=self._clock.now_s(), ticket=order.ticket, shard=order.shard, server=order.server))
+        self._tell(ev.ShardApplied(at_s=self._clock.now_s(), order=order))
 
     def _warn(self, message: str) -> None:
         self._ledger.warn(message, version=self.coordinator.version)

@@ -59,18 +59,16 @@ class Storage:
 
     def write(self, order: act.WriteCheckpoint) -> None:
         def finish(snapshots: list[Mapping[str, Vector]]) -> None:
-            at_s = self._now_s
-            if self._directory is None:
-                self._tell(ev.CheckpointFailed(at_s=at_s(), ticket=order.ticket, reason="no directory was given"))
-                return
-            saved = Saved(version=order.version, clocks=order.clocks)
+            problem: str | None = None
             try:
+                if self._directory is None:
+                    raise OSError("no directory was given")
                 with self._at_the_disk():
+                    saved = Saved(version=order.version, clocks=order.clocks)
                     checkpoints.write(self._directory, snapshots, saved=saved, terms=self._facts)
             except OSError as error:
-                self._tell(ev.CheckpointFailed(at_s=at_s(), ticket=order.ticket, reason=str(error)))
-            else:
-                self._tell(ev.CheckpointWritten(at_s=at_s(), ticket=order.ticket))
+                problem = str(error)
+            self._tell(ev.CheckpointWritten(at_s=self._now_s(), order=order, problem=problem))
 
         self._of_all_shards(lambda shard, server: self._servers.get(server).snapshot.remote(shard), done=finish)
 
@@ -87,8 +85,7 @@ class Storage:
             self._published[shard][server] = published[0]
             waiting.discard((shard, server))
             if not waiting:
-                at_s, ticket = self._now_s(), order.ticket
-                self._tell(ev.CheckpointRead(at_s=at_s, ticket=ticket, version=saved.version, clocks=saved.clocks))
+                self._tell(ev.CheckpointRead(at_s=self._now_s(), order=order, version=saved.version, clocks=saved.clocks))
 
         names = {"attempt": order.attempt, "clocks": saved.clocks}
         for shard, server in sorted(waiting):
@@ -103,8 +100,7 @@ class Storage:
 
         def done(published: list[Any]) -> None:
             self._published[order.shard][order.server] = published[0]
-            where = {"ticket": order.ticket, "shard": order.shard, "server": order.server}
-            self._tell(ev.ShardCopied(at_s=self._now_s(), **where))
+            self._tell(ev.ShardCopied(at_s=self._now_s(), order=order))
 
         snapshot = source.snapshot.remote(order.shard)  # goes from server to server, not through here
         loaded = target.load.remote(order.shard, snapshot, attempt=order.attempt, clocks=order.clocks)
@@ -113,7 +109,7 @@ class Storage:
     def fetch(self, order: act.FetchResult) -> None:
         def finish(parts: list[Vector]) -> None:
             self.result = np.concatenate(parts)
-            self._tell(ev.ResultFetched(at_s=self._now_s(), ticket=order.ticket))
+            self._tell(ev.ResultFetched(at_s=self._now_s(), order=order))
 
         self._of_all_shards(lambda shard, server: referenced(self._published[shard][server]), done=finish)
 

@@ -135,19 +135,12 @@ class ServerPlay:
                 self._note_opening()
                 self._tasks.begin(action)
             case act.SumShard():
-                self._tell(
-                    ev.ShardSummed(at_s=now_s, ticket=action.ticket, shard=action.shard, server=action.server, squared_norm=0.0)
-                )
+                self._tell(ev.ShardSummed(at_s=now_s, order=action, squared_norm=0.0))
             case act.ApplyShard():
                 if self._applying != action.version:
                     self._applying = action.version
                     self.lost_updates += len(self.setup.workers) - len(action.contributions)
-                self._later(
-                    self.setup.apply_s,
-                    lambda: ev.ShardApplied(
-                        at_s=self._stage.now_s, ticket=action.ticket, shard=action.shard, server=action.server
-                    ),
-                )
+                self._later(self.setup.apply_s, lambda: ev.ShardApplied(at_s=self._stage.now_s, order=action))
             case act.StartSpare():
                 self._start_spare(action.process, stands_by=first)
             case act.StartServer():
@@ -161,7 +154,7 @@ class ServerPlay:
                 self._tasks.drop_all()
                 self._storage.read(self._writers(), then=lambda: self._read(action))
             case act.FetchResult():
-                self._tell(ev.ResultFetched(at_s=now_s, ticket=action.ticket))
+                self._tell(ev.ResultFetched(at_s=now_s, order=action))
             case act.Finish():
                 self._end(None)
             case act.Stop():
@@ -256,9 +249,7 @@ class ServerPlay:
             hosts[order.source],
             hosts[order.server],
             size_bytes=self.setup.model_bytes / self._coordinator.settings.servers,
-            then=lambda: self._tell(
-                ev.ShardCopied(at_s=self._stage.now_s, ticket=order.ticket, shard=order.shard, server=order.server)
-            ),
+            then=lambda: self._tell(ev.ShardCopied(at_s=self._stage.now_s, order=order)),
         )
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -270,12 +261,12 @@ class ServerPlay:
 
     def _written(self, order: act.WriteCheckpoint) -> None:
         self._saved = Saved(version=order.version, clocks=order.clocks)
-        self._tell(ev.CheckpointWritten(at_s=self._stage.now_s, ticket=order.ticket))
+        self._tell(ev.CheckpointWritten(at_s=self._stage.now_s, order=order))
 
     def _read(self, order: act.ReadCheckpoint) -> None:
         self._servers_up.update(order.servers)
         clocks = self._clocks.get(order.version, self._saved.clocks)
-        self._tell(ev.CheckpointRead(at_s=self._stage.now_s, ticket=order.ticket, version=order.version, clocks=clocks))
+        self._tell(ev.CheckpointRead(at_s=self._stage.now_s, order=order, version=order.version, clocks=clocks))
 
     # -- rounds that nothing disturbs -----------------------------------------------------------------------------
 

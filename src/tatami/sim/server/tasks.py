@@ -188,10 +188,9 @@ class SimulatedTasks:
     def _pushed(self, task: SimulatedTask) -> None:
         order, now_s = task.order, self._stage.now_s
         del self._tasks[order.worker]
-        name = {"worker": order.worker, "process": order.process, "round": order.round, "attempt": order.attempt}
         self._tell(
             *(
-                ev.ShardReceived(at_s=now_s, shard=shard, server=server, **name)
+                ev.ShardReceived(at_s=now_s, task=order, shard=shard, server=server)
                 for shard, server in self._settings.copies
                 if server in order.servers
             )
