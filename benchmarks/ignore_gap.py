@@ -58,8 +58,7 @@ def trained(seed: int, share: float, data: tuple[torch.Tensor, torch.Tensor]) ->
                 case act.StartSpare():
                     events.insert(0, ev.SpareReady(at_s=0.0, process=action.process))
                 case act.ApplyShard():
-                    order = {"version": action.version, "squared_norm": None, "clocks": action.clocks}
-                    server.apply(0, action.contributions, **order)  # type: ignore[arg-type]
+                    server.apply(action)
                     events.append(ev.ShardApplied(at_s=0.0, order=action))
                 case act.FetchResult():
                     events.append(ev.ResultFetched(at_s=0.0, order=action))

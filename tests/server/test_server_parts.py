@@ -16,7 +16,7 @@ from tatami.errors import CheckpointError, InputError, ModelError
 from tatami.records import Records
 from tatami.report.server_run import Failure, RunReport, with_costs
 from tatami.server import BSP, SSP, Backup, RunSettings, checkpoints
-from tatami.server.actions import Contribution
+from tatami.server.actions import ApplyShard, Contribution, SumShard
 from tatami.server.learner import Course, check_model
 from tatami.server.ledger import Ledger
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam, Vector
@@ -51,13 +51,20 @@ def test_optimizers_step_as_torch(ours: AbstractOptimizer, make) -> None:  # typ
     np.testing.assert_allclose(values, theirs.detach().numpy(), rtol=1e-12)
 
 
+def applying(
+    *contributions: Contribution, squared_norm: float | None = None, clocks: tuple[tuple[int, int], ...] = ()
+) -> ApplyShard:
+    where: dict[str, Any] = {"ticket": 0, "shard": 0, "server": 0, "version": 1}
+    return ApplyShard(contributions=contributions, squared_norm=squared_norm, clocks=clocks, **where)
+
+
 def test_a_push_that_is_late_or_repeated_changes_nothing() -> None:
     server = ShardServer({0: np.zeros(2)}, optimizer=SGD(lr=1.0))
     contribution = Contribution(worker=0, process=0, round=0)
     names: dict[str, Any] = {"contribution": contribution, "samples": 1}
     assert server.stage(0, [np.ones(2)], attempt=0, **names)
     assert server.stage(0, [np.ones(2)], attempt=0, **names)
-    after = server.apply(0, (contribution,), version=1, squared_norm=None, clocks=((0, 1),))
+    after = server.apply(applying(contribution, clocks=((0, 1),)))
     np.testing.assert_array_equal(after, [-1.0, -1.0])
     assert not server.stage(0, [np.ones(2)], attempt=0, **names), "of a round that is applied"
     server.load(0, server.snapshot(0), attempt=1, clocks=((0, 0),))
@@ -70,8 +77,9 @@ def test_the_step_is_the_mean_over_the_samples_that_arrived_and_clipped() -> Non
     both = tuple(Contribution(worker=worker, process=worker, round=0) for worker in (0, 1))
     for contribution, value, samples in zip(both, (1.0, 5.0), (3, 1), strict=True):
         server.stage(0, [np.array([value])], contribution=contribution, attempt=0, samples=samples)
-    assert server.squared_norm(0, both) == pytest.approx(4.0)  # (3 * 1 + 1 * 5) / 4 = 2
-    np.testing.assert_allclose(server.apply(0, both, version=1, squared_norm=4.0, clocks=()), [-0.5])
+    order = SumShard(ticket=0, shard=0, server=0, contributions=both)
+    assert server.sum(order) == pytest.approx(4.0)  # (3 * 1 + 1 * 5) / 4 = 2
+    np.testing.assert_allclose(server.apply(applying(*both, squared_norm=4.0)), [-0.5])
 
 
 @pytest.mark.parametrize("members", [(0,), (0, 1), (0, 1, 2), (0, 2), (1, 4)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -92,7 +92,7 @@ class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
         self._context = context
         self._assignment, self._spec = assignment, spec
         self._history = RunHistory(self._clock, tell=self._changed)
-        self._ranks: Crew[str] = self._crew(RankProcess, on_up=self._collect, on_gone=self._gone)
+        self._ranks = Crew(RankProcess, self._crew_terms, on_up=self._collect, on_gone=self._gone)
         self._processors: dict[str, Processor] = {}
         self._whereabouts: dict[str, Whereabouts] = {}
         self._links: dict[tuple[str, str], Link] = {}
@@ -174,6 +174,10 @@ class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
     def report(self) -> ElasticReport:
         """The report of what has happened so far."""
         return self._history.report(settings=asdict(self.settings))
+
+    @property
+    def _crews(self) -> Sequence[Crew[Any]]:
+        return (self._ranks,)
 
     def _begin(self) -> None:
         for name in self.members:

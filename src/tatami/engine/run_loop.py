@@ -6,12 +6,12 @@ What follows from an event is decided by the state machine, which knows no Ray a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from tatami.clock import Clock
 from tatami.engine.calls import Calls
-from tatami.engine.crew import Crew, Member, Pool
+from tatami.engine.crew import Crew, CrewTerms, Pool
 from tatami.engine.nodes import Nodes
 from tatami.engine.ray_watch import RayWatch
 from tatami.engine.silence import Listening, RunClock, look
@@ -47,12 +47,23 @@ class AbstractRun(ABC, Generic[_Event, _Action]):
         pool: Pool | None,
         tick_s: float,
     ) -> None:
-        self._handle, self._watch, self._nodes = handle, watch, nodes
-        self._heartbeat_s, self._pool, self._tick_s = heartbeat_s, pool, tick_s
+        self._handle, self._watch, self._tick_s = handle, watch, tick_s
         self._system_clock, self._clock = clock, RunClock(clock)
         self._calls = Calls()
         self._listening = Listening(clock.now_s(), longest_step_s=_LONGEST_STEP_S)
-        self._crews: list[Crew[Any]] = []
+        self._crew_terms = CrewTerms(
+            calls=self._calls,
+            nodes=nodes,
+            now_s=self._clock.now_s,
+            listening=self._listening,
+            heartbeat_s=heartbeat_s,
+            pool=pool,
+        )
+
+    @property
+    @abstractmethod
+    def _crews(self) -> Sequence[Crew[Any]]:
+        """All crews of the run."""
 
     @abstractmethod
     def _begin(self) -> None:
@@ -69,24 +80,6 @@ class AbstractRun(ABC, Generic[_Event, _Action]):
     @abstractmethod
     def _stopped(self, reason: str) -> Exception:
         """The error that ends the run for this reason."""
-
-    def _crew(
-        self, process: type, *, on_up: Callable[[Any, Member], None], on_gone: Callable[[Any, Member, bool], None]
-    ) -> Crew[Any]:
-        """A crew of this run; see `Crew`."""
-        crew: Crew[Any] = Crew(
-            process,
-            calls=self._calls,
-            nodes=self._nodes,
-            now_s=self._clock.now_s,
-            listening=self._listening,
-            heartbeat_s=self._heartbeat_s,
-            pool=self._pool,
-            on_up=on_up,
-            on_gone=on_gone,
-        )
-        self._crews.append(crew)
-        return crew
 
     def _play(self) -> None:
         """To the end of the run; all processes end then, or are kept for the next one.

@@ -309,7 +309,7 @@ class Coordinator:
             if place.pushed_by is not None
         )
         if self.settings.clip_norm is not None:
-            self._run.do_all(self._commit.sums(self._fleet, ticket=self._run.begin(RunPhase.SUM)))
+            self._run.do(*self._commit.sums(self._fleet, ticket=self._run.begin(RunPhase.SUM)))
         else:
             self._apply()
         return True
@@ -317,7 +317,7 @@ class Coordinator:
     def _apply(self) -> None:
         ticket = self._run.begin(RunPhase.APPLY)
         clocks, version = self._clocks_afterwards(), self.version + 1
-        self._run.do_all(self._commit.applies(self._fleet, ticket=ticket, version=version, clocks=clocks))
+        self._run.do(*self._commit.applies(self._fleet, ticket=ticket, version=version, clocks=clocks))
 
     def _clocks_afterwards(self) -> dict[int, int]:
         contributions = self._commit.contributions

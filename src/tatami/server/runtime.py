@@ -60,8 +60,8 @@ class Runtime(AbstractRun[ev.Event, act.Action], RunControl):
         self._ledger = Ledger(recovery=settings.recovery.name, start=coordinator.version, sinks=sinks)
         self._pickled_spec, self._data = ray.put(terms.pickled_spec), ray.put(packed(terms.data))
         self._starts_left = _START_AGAIN
-        self._workers = self._crew(WorkerProcess, on_up=self._worker_up, on_gone=self._worker_gone)
-        self._servers = self._crew(ServerProcess, on_up=self._server_up, on_gone=self._server_gone)
+        self._workers = Crew(WorkerProcess, self._crew_terms, on_up=self._worker_up, on_gone=self._worker_gone)
+        self._servers = Crew(ServerProcess, self._crew_terms, on_up=self._server_up, on_gone=self._server_gone)
         self._published: Published = {shard: {} for shard in range(settings.servers)}
         self._storage = Storage(
             terms,
@@ -114,6 +114,10 @@ class Runtime(AbstractRun[ev.Event, act.Action], RunControl):
     def _is_all_up(self) -> bool:
         are_ready = all(member.is_ready for crew in self._crews for member in crew.members.values())
         return are_ready and all(server in self._published[shard] for shard, server in self._settings.copies)
+
+    @property
+    def _crews(self) -> tuple[Crew[int], ...]:
+        return self._workers, self._servers
 
     def _is_over(self) -> bool:
         return self._end is not None
@@ -269,7 +273,7 @@ class Runtime(AbstractRun[ev.Event, act.Action], RunControl):
         """Start a process again that ended before the first round: nothing has been computed yet that could be lost."""
         limit_s = crew.signs()[number].limit_s if late and not crew.members[number].is_ready else None
         crew.kill(number)
-        if limit_s is not None and len(self._nodes.alive()) < 2:
+        if limit_s is not None and len(self._crew_terms.nodes.alive()) < 2:
             raise TrainingError(
                 f"{'server' if crew is self._servers else 'worker process'} {number} was not up {limit_s:.0f} s after it was "
                 "started; is the machine that busy, or does model_fn take so long?"
@@ -297,7 +301,7 @@ class Runtime(AbstractRun[ev.Event, act.Action], RunControl):
     def _see_whether_apart(self) -> None:
         """Warn where one node holds all copies of a shard although there are other nodes."""
         nodes = {number: member.node for number, member in self._servers.members.items()}
-        num_nodes = len(self._nodes.alive())
+        num_nodes = len(self._crew_terms.nodes.alive())
         if num_nodes < 2:
             return
         for shard in range(self._settings.servers):

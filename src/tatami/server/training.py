@@ -118,8 +118,6 @@ MOST_PROCESSES = 4096
 _WORKER_BYTES = 180_000_000
 """Memory of a process that has loaded torch; measured, without what it shares with others."""
 _SERVER_BYTES = 55_000_000
-_LEAST_PATIENCE_S = 4.0
-"""How long a worker waits for a server's answer at first. It is for servers that die and send nothing."""
 
 
 def run_training(
@@ -164,7 +162,6 @@ def run_training(
         course=course,
         settings=settings,
         hook=context.on_phase,
-        patience_s=max(_LEAST_PATIENCE_S, 2 * settings.heartbeat_s),
     )
     with by_value(spec.model_fn, spec.loss_fn, context.on_phase):
         pickled_spec = ray.cloudpickle.dumps(worker_spec)
