@@ -11,7 +11,6 @@ pytest.importorskip("ray", reason="ray is not installed")
 from tatami.elastic import runtime
 from tatami.elastic.orders import Assignment
 from tatami.elastic.settings import MOST_STARTING, ElasticContext, ElasticSettings
-from tatami.engine import run_loop
 from tatami.errors import InputError
 
 
@@ -36,7 +35,7 @@ class FakeCrew:
 
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch) -> runtime.ElasticRuntime:
-    monkeypatch.setattr(run_loop, "Crew", FakeCrew)
+    monkeypatch.setattr(runtime, "Crew", FakeCrew)
     assignment = Assignment(store=("", 0), token=b"", timeout_s=1.0, loopback=True, retile=False)
     watch = cast(Any, SimpleNamespace())
     return runtime.ElasticRuntime(
