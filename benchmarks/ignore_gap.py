@@ -26,7 +26,7 @@ from tatami.server.coordinator import Coordinator
 from tatami.server.learner import Course, Learner
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut, parcel
-from tatami.server.protocol import Protocol
+from tatami.server.run_settings import RunSettings
 from tatami.server.shard import ShardServer
 
 RESULTS = Path(__file__).parent / "results" / "ignore_gap.jsonl"
@@ -42,10 +42,8 @@ def trained(seed: int, share: float, data: tuple[torch.Tensor, torch.Tensor]) ->
     model, loss_fn = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)), nn.CrossEntropyLoss()
     course = Course(samples=len(data[0]), batch_size=BATCH_SIZE, seed=seed)
     learner = Learner(model, loss_fn=loss_fn, data=data, course=course)
-    protocol = Protocol(
-        rounds=ROUNDS, workers=WORKERS, servers=1, shards=1, spares=1, restarts=ROUNDS * WORKERS, recovery=Ignore()
-    )
-    coordinator, server = Coordinator(protocol), ShardServer({0: learner.parameters}, optimizer=OPTIMIZER)
+    settings = RunSettings(rounds=ROUNDS, workers=WORKERS, servers=1, spares=1, restarts=ROUNDS * WORKERS, recovery=Ignore())
+    coordinator, server = Coordinator(settings), ShardServer({0: learner.parameters}, optimizer=OPTIMIZER)
     chance, deaths = random.Random(f"{seed}/{share}"), 0
     events: list[ev.Event] = [ev.Started(at_s=0.0)]
     while events:
@@ -60,11 +58,10 @@ def trained(seed: int, share: float, data: tuple[torch.Tensor, torch.Tensor]) ->
                 case act.StartSpare():
                     events.insert(0, ev.SpareReady(at_s=0.0, process=action.process))
                 case act.ApplyShard():
-                    order = {"version": action.version, "squared_norm": None, "clocks": action.clocks}
-                    server.apply(0, action.contributions, **order)  # type: ignore[arg-type]
-                    events.append(ev.ShardApplied(at_s=0.0, ticket=action.ticket, shard=0, server=0))
+                    server.apply(action)
+                    events.append(ev.ShardApplied(at_s=0.0, order=action))
                 case act.FetchResult():
-                    events.append(ev.ResultFetched(at_s=0.0, ticket=action.ticket))
+                    events.append(ev.ResultFetched(at_s=0.0, order=action))
                 case act.Finish():
                     pass
                 case _:
@@ -81,8 +78,7 @@ def _push(task: act.SendTask, learner: Learner, server: ShardServer) -> ev.Shard
     update: list[Vector] = [part.copy() for part in parcel(gradient, stretch=cut(size, shards=1)[0])]
     contribution = act.Contribution(worker=task.worker, process=task.process, round=task.round)
     server.stage(0, update, contribution=contribution, attempt=task.attempt, samples=samples)
-    names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
-    return ev.ShardReceived(at_s=0.0, shard=0, server=0, **names)
+    return ev.ShardReceived(at_s=0.0, task=task, shard=0, server=0)
 
 
 def main() -> None:

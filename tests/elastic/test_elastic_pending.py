@@ -16,12 +16,12 @@ from tatami.clock import SystemClock
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.elastic.history import PendingChange
 from tatami.elastic.order_box import OrderBox
-from tatami.elastic.orders import CarriedOut, HaltAnswer
+from tatami.elastic.orders import CarriedOut
 from tatami.elastic.sections import OpenSection, Sections
 from tatami.elastic.steps import Steps, steps
 from tatami.engine.ray_start import uninterrupted
 from tatami.errors import InputError, TrainingError
-from tatami.membership import Dismiss, Regroup, Restart, Take
+from tatami.membership import Dismiss, Halted, Regroup, Restart, Take
 from tatami.tiling import Layout, Replica, Span
 
 CHANGE = Regroup(
@@ -41,7 +41,7 @@ CHANGE = Regroup(
     ),
     reason="p1 died",
 )
-DONE = CarriedOut(ticket=7, step=12, settled="none", spent_s=0.25, repair_s=1.0, steps_lost=0)
+DONE = CarriedOut(ticket=7, step=12, settled="none", spent_s=0.25, steps_lost=0)
 
 
 def test_the_times_of_a_change_add_up_and_the_member_that_lost_most_counts() -> None:
@@ -148,11 +148,11 @@ def test_a_rank_that_is_not_where_the_run_takes_it_to_be_says_so() -> None:
         Recorded().sections.settle(told(sections=3))
 
 
-ANSWER = HaltAnswer(sections=2, outcome=None, ended=False, admits=True, has_checkpoint=False)
+ANSWER = Halted(member="p0", ticket=1, sections=2)
 
 
 def box_of(severed: list[str]) -> OrderBox:
-    return OrderBox("p0", where=lambda _: ANSWER, sever=lambda: severed.append("severed"))
+    return OrderBox("p0", where=lambda ticket, _: replace(ANSWER, ticket=ticket), sever=lambda: severed.append("severed"))
 
 
 def test_a_rank_halts_when_it_parks_and_goes_on_with_the_next_order() -> None:
@@ -161,7 +161,7 @@ def test_a_rank_halts_when_it_parks_and_goes_on_with_the_next_order() -> None:
     off = box.off
     script = threading.Thread(target=lambda: found.append(box.park()))
     script.start()
-    assert box.halt(1, abort=True) is ANSWER
+    assert box.halt(1, abort=True) == ANSWER
     assert off.is_set()
     assert severed == ["severed"]
     order = told(sections=2)

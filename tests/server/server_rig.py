@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
-from tatami.server.protocol import Protocol
 from tatami.server.roster import Status
+from tatami.server.run_settings import RunSettings
 
 Commit = tuple[act.Contribution, ...]
 
@@ -35,11 +35,11 @@ class World:
     """Carries out actions. Their effects on servers come in order; everything that is told to the coordinator comes when the
     test delivers it, and may be told again."""
 
-    def __init__(self, protocol: Protocol) -> None:
-        self.protocol = protocol
-        self.coordinator = Coordinator(protocol)
-        self.alive = set(range(protocol.workers))
-        self.servers = {server: self._empty(server) for server in range(protocol.servers)}
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self.coordinator = Coordinator(settings)
+        self.alive = set(range(settings.workers))
+        self.servers = {server: self._empty(server) for server in range(settings.servers)}
         self.disk: dict[int, tuple[dict[int, list[Commit]], tuple[tuple[int, int], ...]]] = {}
         self.pending: list[ev.Event | Push] = []
         self.told: list[ev.Event] = []
@@ -54,7 +54,7 @@ class World:
         self.tell(ev.Started(at_s=0.0))
 
     def _empty(self, server: int) -> ServerModel:
-        return ServerModel({shard: [] for shard in range(self.protocol.shards) if server in self.protocol.holders(shard)})
+        return ServerModel({shard: [] for shard in range(self.settings.servers) if server in self.settings.holders(shard)})
 
     def tell(self, event: ev.Event) -> None:
         self.told.append(event)
@@ -68,15 +68,14 @@ class World:
             self.tell(item)
             return
         task = item.task
-        names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
         if self.servers.get(item.server) is not item.holder:
             if task.process in self.alive:
-                self.tell(ev.TaskFailed(at_s=self.time_s, **names))
+                self.tell(ev.TaskFailed(at_s=self.time_s, task=task))
             return
         if task.attempt == self.attempt:
             assert not self.servers[item.server].blank, "a push to a server that has not got its shards"
             self.servers[item.server].staged.add((item.shard, task.worker, task.process, task.round))
-        self.tell(ev.ShardReceived(at_s=self.time_s, shard=item.shard, server=item.server, **names))
+        self.tell(ev.ShardReceived(at_s=self.time_s, task=task, shard=item.shard, server=item.server))
 
     def carry_out(self, action: act.Action) -> None:
         now = self.time_s
@@ -84,7 +83,7 @@ class World:
             case act.SendTask():
                 self.sent.append(action)
                 if action.process in self.alive:
-                    shards = range(self.protocol.shards)
+                    shards = range(self.settings.servers)
                     holders = [(shard, server) for shard in shards for server in self._live(shard) if server in action.servers]
                     self.pending += [Push(action, shard, server, self.servers[server]) for shard, server in holders]
             case act.StartSpare():
@@ -100,18 +99,14 @@ class World:
                     self.servers[action.server] = self._empty(action.server)
                     self.servers[action.server].blank = True
                     self.pending.append(ev.ServerReady(at_s=now, server=action.server))
-            case act.DeclareDead() | act.Retire():
+            case act.EndProcess():
                 self.alive.discard(action.process)
-            case act.DeclareServerDead():
+            case act.EndServer():
                 self.servers.pop(action.server, None)
             case act.SumShard():
                 if action.server in self.servers:
                     self._check_staged(action)
-                    self.pending.append(
-                        ev.ShardSummed(
-                            at_s=now, ticket=action.ticket, shard=action.shard, server=action.server, squared_norm=1.0
-                        )
-                    )
+                    self.pending.append(ev.ShardSummed(at_s=now, order=action, squared_norm=1.0))
             case act.ApplyShard():
                 self._apply(action)
             case act.CopyShard():
@@ -121,9 +116,9 @@ class World:
             case act.ReadCheckpoint():
                 self._read(action)
             case act.FetchResult():
-                if all(self._whole(shard) for shard in range(self.protocol.shards)):
+                if all(self._whole(shard) for shard in range(self.settings.servers)):
                     self.result = list(self.ledger())
-                    self.pending.append(ev.ResultFetched(at_s=now, ticket=action.ticket))
+                    self.pending.append(ev.ResultFetched(at_s=now, order=action))
             case act.Warn():
                 self.warnings.append(action.message)
             case act.Finish() | act.Stop():
@@ -143,15 +138,15 @@ class World:
         commits = server.shards[action.shard]
         assert action.version == len(commits) + 1, "a commit twice, or one left out"
         commits.append(action.contributions)
-        if self.protocol.clips:
-            assert action.squared_norm == float(self.protocol.shards)
+        if self.settings.clip_norm is not None:
+            assert action.squared_norm == float(self.settings.servers)
         floors = dict(action.clocks)
         server.staged = {
             (shard, worker, process, round_)
             for shard, worker, process, round_ in server.staged
             if shard != action.shard or round_ >= floors.get(worker, round_ + 1)
         }
-        self.pending.append(ev.ShardApplied(at_s=self.time_s, ticket=action.ticket, shard=action.shard, server=action.server))
+        self.pending.append(ev.ShardApplied(at_s=self.time_s, order=action))
 
     def _copy(self, action: act.CopyShard) -> None:
         """The state of a shard, without any update that is not applied: none may be under way."""
@@ -164,22 +159,22 @@ class World:
         server.shards[action.shard] = list(source.shards[action.shard])
         self.copied.append((action.shard, action.source, action.server))
         server.blank = False
-        self.pending.append(ev.ShardCopied(at_s=self.time_s, ticket=action.ticket, shard=action.shard, server=action.server))
+        self.pending.append(ev.ShardCopied(at_s=self.time_s, order=action))
 
     def _write(self, action: act.WriteCheckpoint) -> None:
-        if any(not self._whole(shard) for shard in range(self.protocol.shards)):
+        if any(not self._whole(shard) for shard in range(self.settings.servers)):
             return
         if self.fails("disk"):
-            self.pending.append(ev.CheckpointFailed(at_s=self.time_s, ticket=action.ticket, reason="the disk is full"))
+            self.pending.append(ev.CheckpointWritten(at_s=self.time_s, order=action, problem="the disk is full"))
             return
-        state = {shard: list(self.servers[self._whole(shard)[0]].shards[shard]) for shard in range(self.protocol.shards)}
+        state = {shard: list(self.servers[self._whole(shard)[0]].shards[shard]) for shard in range(self.settings.servers)}
         assert {len(commits) for commits in state.values()} == {action.version}, "a checkpoint of a half-applied commit"
         self.disk[action.version] = (state, action.clocks)
-        self.pending.append(ev.CheckpointWritten(at_s=self.time_s, ticket=action.ticket))
+        self.pending.append(ev.CheckpointWritten(at_s=self.time_s, order=action))
 
     def _read(self, action: act.ReadCheckpoint) -> None:
         self.attempt = action.attempt
-        if any(not self._live(shard) for shard in range(self.protocol.shards)):
+        if any(not self._live(shard) for shard in range(self.settings.servers)):
             return
         older = [version for version in self.disk if version < action.version]
         version = max(older) if older and self.fails("read") else action.version
@@ -189,10 +184,10 @@ class World:
                 continue
             server.staged, server.blank = set(), False
             server.shards = {shard: list(state[shard]) for shard in server.shards}
-        self.pending.append(ev.CheckpointRead(at_s=self.time_s, ticket=action.ticket, version=version, clocks=clocks))
+        self.pending.append(ev.CheckpointRead(at_s=self.time_s, order=action, version=version, clocks=clocks))
 
     def _live(self, shard: int) -> list[int]:
-        return [server for server in self.protocol.holders(shard) if server in self.servers]
+        return [server for server in self.settings.holders(shard) if server in self.servers]
 
     def _whole(self, shard: int) -> list[int]:
         return [server for server in self._live(shard) if not self.servers[server].blank]
@@ -204,7 +199,7 @@ class World:
 
     def hang(self, process: int) -> None:
         """It is taken for dead some time, and what it has sent arrives all the same."""
-        self.pending.append(ev.ProcessLate(at_s=self.time_s, process=process))
+        self.pending.append(ev.ProcessDied(at_s=self.time_s, process=process, late=True))
 
     def kill_server(self, server: int) -> None:
         del self.servers[server]

@@ -123,7 +123,8 @@ class Storm:
             return
         node = there[int(blow.pick * len(there))]
         servers = {int(name.split()[1]) for name, where in nodes.items() if where == node and name.startswith("server")}
-        holders = [set(run.protocol.holders(shard)) for shard in range(run.protocol.shards)]
+        settings = run.coordinator.settings
+        holders = [set(settings.holders(shard)) for shard in range(settings.servers)]
         if not self._saved and any(held <= servers for held in holders):
             return
         pids = run.pids()
@@ -144,7 +145,7 @@ class Storm:
         if self._saved:
             return True
         pids = {pid for name, pid in run.pids().items() if name.startswith("server")}
-        return len(run.coordinator.servers) == run.protocol.servers and not pids & self._struck_servers
+        return len(run.coordinator.servers) == run.coordinator.settings.servers and not pids & self._struck_servers
 
     def _deal(self, blow: Blow, whom: str, strike: Callable[[], None]) -> None:
         self.dealt.append((blow, whom))

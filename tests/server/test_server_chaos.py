@@ -188,7 +188,7 @@ def test_handlers_that_take_longer_than_a_heartbeat_make_no_sound_process_late(
     heartbeat_s = HEARTBEAT_S / 2
     kill = Crew.kill
 
-    def kill_slowly(crew: Crew, number: int) -> None:
+    def kill_slowly(crew: Crew[int], number: int) -> None:
         kill(crew, number)
         time.sleep(1.25 * heartbeat_s)
 

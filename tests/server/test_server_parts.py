@@ -16,12 +16,11 @@ from tatami.errors import CheckpointError, InputError, ModelError
 from tatami.records import Records
 from tatami.report.server_run import Failure, RunReport, with_costs
 from tatami.server import BSP, SSP, Backup, RunSettings, checkpoints
-from tatami.server.actions import Contribution
+from tatami.server.actions import ApplyShard, Contribution, SumShard
 from tatami.server.learner import Course, check_model
 from tatami.server.ledger import Ledger
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam, Vector
 from tatami.server.pieces import cut
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint, daly_s
 from tatami.server.saving import Saved
 from tatami.server.shard import ShardServer
@@ -52,13 +51,20 @@ def test_optimizers_step_as_torch(ours: AbstractOptimizer, make) -> None:  # typ
     np.testing.assert_allclose(values, theirs.detach().numpy(), rtol=1e-12)
 
 
+def applying(
+    *contributions: Contribution, squared_norm: float | None = None, clocks: tuple[tuple[int, int], ...] = ()
+) -> ApplyShard:
+    where: dict[str, Any] = {"ticket": 0, "shard": 0, "server": 0, "version": 1}
+    return ApplyShard(contributions=contributions, squared_norm=squared_norm, clocks=clocks, **where)
+
+
 def test_a_push_that_is_late_or_repeated_changes_nothing() -> None:
     server = ShardServer({0: np.zeros(2)}, optimizer=SGD(lr=1.0))
     contribution = Contribution(worker=0, process=0, round=0)
     names: dict[str, Any] = {"contribution": contribution, "samples": 1}
     assert server.stage(0, [np.ones(2)], attempt=0, **names)
     assert server.stage(0, [np.ones(2)], attempt=0, **names)
-    after = server.apply(0, (contribution,), version=1, squared_norm=None, clocks=((0, 1),))
+    after = server.apply(applying(contribution, clocks=((0, 1),)))
     np.testing.assert_array_equal(after, [-1.0, -1.0])
     assert not server.stage(0, [np.ones(2)], attempt=0, **names), "of a round that is applied"
     server.load(0, server.snapshot(0), attempt=1, clocks=((0, 0),))
@@ -71,8 +77,9 @@ def test_the_step_is_the_mean_over_the_samples_that_arrived_and_clipped() -> Non
     both = tuple(Contribution(worker=worker, process=worker, round=0) for worker in (0, 1))
     for contribution, value, samples in zip(both, (1.0, 5.0), (3, 1), strict=True):
         server.stage(0, [np.array([value])], contribution=contribution, attempt=0, samples=samples)
-    assert server.squared_norm(0, both) == pytest.approx(4.0)  # (3 * 1 + 1 * 5) / 4 = 2
-    np.testing.assert_allclose(server.apply(0, both, version=1, squared_norm=4.0, clocks=()), [-0.5])
+    order = SumShard(ticket=0, shard=0, server=0, contributions=both)
+    assert server.sum(order) == pytest.approx(4.0)  # (3 * 1 + 1 * 5) / 4 = 2
+    np.testing.assert_allclose(server.apply(applying(*both, squared_norm=4.0)), [-0.5])
 
 
 @pytest.mark.parametrize("members", [(0,), (0, 1), (0, 1, 2), (0, 2), (1, 4)])
@@ -148,6 +155,7 @@ def test_reports_are_kept(tmp_path: Path) -> None:
         ({"servers": 99}, "99 servers, but only 4 parameters"),
         ({"replicas": 3}, "replicas=3, but there are only 2 servers"),
         ({"workers": 0}, "workers must be at least 1"),
+        ({"workers": 5000}, "5000 workers, 2 servers and 1 spares are 5003 processes; a run has at most 4096"),
         ({"min_workers": 9}, "min_workers=9"),
         ({"speeds": [1.0]}, "1 speeds for 4 workers"),
         ({"recovery": Checkpoint()}, "directory"),
@@ -182,13 +190,13 @@ def test_bad_input_is_refused_before_anything_starts(arguments: dict[str, object
         lambda: Checkpoint(mtbf_s=math.inf),
         lambda: RunSettings(rounds=1, seed=-1),
         lambda: RunSettings(rounds=1, seed=2**64),
-        lambda: RunSettings(rounds=1, workers=5000),
         lambda: RunSettings(rounds=1, clip_norm=math.nan),
         lambda: RunSettings(rounds=1, heartbeat_s=math.inf),
         lambda: SGD(lr=1, momentum=1),
         lambda: Adam(lr=-1),
         lambda: Adam(betas=(1.0, 0.9)),
-        lambda: Protocol(rounds=1, workers=1, servers=1, shards=1, consistency=BSP(), save_every=0),
+        lambda: RunSettings(rounds=1, consistency=BSP(), save_every=0),
+        lambda: RunSettings(rounds=-1),
     ],
 )
 def test_settings_that_cannot_be(make) -> None:  # type: ignore[no-untyped-def]
@@ -243,7 +251,7 @@ def test_a_node_that_does_not_answer_is_not_one_to_start_on(monkeypatch: pytest.
 def _run(path: Path) -> Ledger:
     """From version 7: three rounds, worker 1 missing in the second, where it died; each is told twice, and counted once."""
     ledger = Ledger(recovery="ignore", start=7, sinks=[Records(path)])
-    ledger.began(startup_s=3.0)
+    ledger.began(workers=2, startup_s=3.0)
     for round_, at_s in ((7, 1.0), (8, 4.0), (9, 5.0)):
         present = (0,) if round_ == 8 else (0, 1)
         for worker in present:

@@ -117,21 +117,13 @@ def test_however_long_anything_takes_only_those_that_hang_are_told_of(
 def test_each_process_has_its_own_limit_to_start() -> None:
     """However many there are, and whenever the others came up."""
     pytest.importorskip("ray")
-    from tatami.engine.crew import BOOT_TIMEOUT_S, Crew, Member
+    from tatami.engine.crew import BOOT_TIMEOUT_S, Crew, CrewTerms, Member
     from tatami.engine.processes import Identity
 
     unused: Any = None
-    crew = Crew(
-        type(None),
-        calls=unused,
-        nodes=unused,
-        now_s=lambda: 0.0,
-        listening=Listening(0.0, longest_step_s=1.0),
-        heartbeat_s=LIMIT_S,
-        pool=None,
-        on_up=unused,
-        on_gone=unused,
-    )
+    listening = Listening(0.0, longest_step_s=1.0)
+    terms = CrewTerms(calls=unused, nodes=unused, now_s=lambda: 0.0, listening=listening, heartbeat_s=LIMIT_S, pool=None)
+    crew = Crew(type(None), terms, on_up=unused, on_gone=unused)
     for number in range(100):
         crew.members[number] = Member(actor=None, seen_s=0.0, heard_s=18.0 * number)
     crew.members[0].identity = Identity(pid=1, node="", machine="")

@@ -13,24 +13,27 @@ from tatami.server import ASP, BSP, SSP, Backup, Checkpoint, FromServers, Ignore
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import AbstractRecovery
+from tatami.server.run_settings import RunSettings
 
-TERMS: dict[str, Any] = {"rounds": 2, "workers": 2, "servers": 1, "shards": 1, "spares": 1, "restarts": 0}
+TERMS: dict[str, Any] = {"rounds": 2, "workers": 2, "servers": 1, "spares": 1, "restarts": 0}
 
 
 def received(worker: int, *, process: int, attempt: int = 0) -> ev.ShardReceived:
-    return ev.ShardReceived(at_s=1, worker=worker, process=process, round=0, attempt=attempt, shard=0, server=0)
+    task = act.SendTask(
+        worker=worker, process=process, round=0, attempt=attempt, version=0, members=(0, 1), redone=False, servers=(0,)
+    )
+    return ev.ShardReceived(at_s=1, task=task, shard=0, server=0)
 
 
 def begun(recovery: AbstractRecovery) -> Coordinator:
     """In round 0: worker 0 has pushed, worker 1 has not, and process 2 stands by."""
-    coordinator = Coordinator(Protocol(recovery=recovery, **TERMS))
+    coordinator = Coordinator(RunSettings(recovery=recovery, **TERMS))
     actions = coordinator.handle(ev.Started(at_s=0))
     assert actions[0] == act.StartSpare(process=2)
     if isinstance(recovery, Checkpoint):
         (write,) = (each for each in actions if isinstance(each, act.WriteCheckpoint))
-        actions = coordinator.handle(ev.CheckpointWritten(at_s=0, ticket=write.ticket))
+        actions = coordinator.handle(ev.CheckpointWritten(at_s=0, order=write))
     sent = [each for each in actions if isinstance(each, act.SendTask)]
     assert [(each.worker, each.process, each.members, each.redone) for each in sent] == [
         (0, 0, (0, 1), False),
@@ -57,7 +60,7 @@ def test_ignore_closes_the_round_with_what_it_has() -> None:
     (order,) = coordinator.handle(ev.ProcessDied(at_s=1, process=1))
     assert isinstance(order, act.ApplyShard)
     assert [each.worker for each in order.contributions] == [0]
-    tasks = coordinator.handle(ev.ShardApplied(at_s=2, ticket=order.ticket, shard=0, server=0))
+    tasks = coordinator.handle(ev.ShardApplied(at_s=2, order=order))
     assert [(each.worker, each.process, each.round) for each in tasks if isinstance(each, act.SendTask)] == [
         (0, 0, 1),
         (1, 2, 1),
@@ -67,8 +70,9 @@ def test_ignore_closes_the_round_with_what_it_has() -> None:
 def test_checkpoint_takes_everybody_back() -> None:
     coordinator = begun(Checkpoint())
     (read,) = coordinator.handle(ev.ProcessDied(at_s=1, process=1))
+    assert isinstance(read, act.ReadCheckpoint)
     assert read == act.ReadCheckpoint(ticket=2, version=0, attempt=1, servers=(0,))
-    tasks = coordinator.handle(ev.CheckpointRead(at_s=2, ticket=2, version=0, clocks=((0, 0), (1, 0))))
+    tasks = coordinator.handle(ev.CheckpointRead(at_s=2, order=read, version=0, clocks=((0, 0), (1, 0))))
     assert [(each.worker, each.process, each.attempt) for each in tasks if isinstance(each, act.SendTask)] == [
         (0, 0, 1),
         (1, 2, 1),
@@ -77,8 +81,8 @@ def test_checkpoint_takes_everybody_back() -> None:
 
 
 def test_a_late_process_is_ended_before_it_is_replaced() -> None:
-    first, second = begun(FromServers()).handle(ev.ProcessLate(at_s=3, process=1))
-    assert first == act.DeclareDead(process=1)
+    first, second = begun(FromServers()).handle(ev.ProcessDied(at_s=3, process=1, late=True))
+    assert first == act.EndProcess(process=1)
     assert isinstance(second, act.SendTask)
 
 
@@ -88,36 +92,35 @@ def test_without_spares_the_batch_is_divided_among_the_others() -> None:
     warning, order = coordinator.handle(ev.ProcessDied(at_s=1, process=1))
     assert warning == act.Warn(message="no spare is left for worker 1: 1 workers share its part from now on")
     assert isinstance(order, act.ApplyShard)
-    (task,) = coordinator.handle(ev.ShardApplied(at_s=2, ticket=order.ticket, shard=0, server=0))
+    (task,) = coordinator.handle(ev.ShardApplied(at_s=2, order=order))
     assert isinstance(task, act.SendTask)
     assert task.members == (0,)
 
 
 def test_the_result_is_fetched_before_the_run_is_over() -> None:
-    coordinator = Coordinator(Protocol(**TERMS | {"rounds": 0}))
-    fetch = coordinator.handle(ev.Started(at_s=0))[-1]
-    assert fetch == act.FetchResult(ticket=1)
-    assert coordinator.handle(ev.ResultFetched(at_s=1, ticket=1)) == (act.Finish(version=0),)
+    coordinator = Coordinator(RunSettings(**TERMS | {"rounds": 0}))
+    fetch = act.FetchResult(ticket=1)
+    assert coordinator.handle(ev.Started(at_s=0))[-1] == fetch
+    assert coordinator.handle(ev.ResultFetched(at_s=1, order=fetch)) == (act.Finish(),)
     assert coordinator.handle(ev.WorkerJoins(at_s=2)) == ()
 
 
 def test_an_event_of_another_protocol_is_a_mistake() -> None:
     with pytest.raises(TypeError, match="Event is not an event of this protocol"):
-        Coordinator(Protocol(**TERMS)).handle(ev.Event(at_s=0))
+        Coordinator(RunSettings(**TERMS)).handle(ev.Event(at_s=0))
 
 
-PROTOCOLS = st.builds(
-    lambda servers, replicas, **rest: Protocol(servers=servers, replicas=min(replicas, servers), **rest),
+SETTINGS = st.builds(
+    lambda servers, replicas, **rest: RunSettings(servers=servers, replicas=min(replicas, servers), **rest),
     rounds=st.integers(0, 4),
     workers=st.integers(1, 4),
     servers=st.integers(1, 3),
     replicas=st.integers(1, 2),
-    shards=st.integers(1, 3),
     spares=st.integers(0, 2),
     restarts=st.integers(0, 4),
     consistency=st.sampled_from([BSP(), SSP(staleness=0), SSP(staleness=2), ASP(), Backup(workers=1)]),
     recovery=st.sampled_from([FromServers(), Ignore(), Checkpoint(), Checkpoint(every=2), Checkpoint(every="daly")]),
-    clips=st.booleans(),
+    clip_norm=st.sampled_from([None, 1.0]),
     save_every=st.sampled_from([None, 1, 2]),
 )
 
@@ -125,9 +128,9 @@ PROTOCOLS = st.builds(
 class ChaosMachine(RuleBasedStateMachine):
     """Hypothesis delivers, repeats, kills and hangs as it likes, then lets everything come to its end."""
 
-    @initialize(protocol=PROTOCOLS)
-    def start(self, protocol: Protocol) -> None:
-        self.world = World(protocol)
+    @initialize(run=SETTINGS)
+    def start(self, run: RunSettings) -> None:
+        self.world = World(run)
         self.excused: set[str] = set()
 
     @precondition(lambda self: self.world.pending)
@@ -175,8 +178,7 @@ class ChaosMachine(RuleBasedStateMachine):
         push = data.draw(st.sampled_from([item for item in self.world.pending if isinstance(item, Push)]))
         task = push.task
         self.world.pending = [item for item in self.world.pending if not (isinstance(item, Push) and item.task == task)]
-        names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
-        self.world.tell(ev.UpdateRejected(at_s=self.world.time_s, reason="the loss is nan", **names))
+        self.world.tell(ev.UpdateRejected(at_s=self.world.time_s, task=task, reason="the loss is nan"))
         self.excused.add("rejected")
 
     @rule(bad=st.sets(st.sampled_from(["spare", "server", "disk", "read"])))
@@ -192,23 +194,23 @@ class ChaosMachine(RuleBasedStateMachine):
         if isinstance(world.end, act.Stop):
             return
         ledger = world.result
-        assert len(ledger) == world.end.version
+        assert len(ledger) == world.coordinator.version
         counts = Counter((each.worker, each.round) for commit in ledger for each in commit)
         assert all(count == 1 for count in counts.values()), "an update was applied twice"
-        if world.protocol.consistency.lockstep:
-            assert [{each.round for each in commit} for commit in ledger] == [{r} for r in range(world.protocol.rounds)]
+        if world.settings.consistency.lockstep:
+            assert [{each.round for each in commit} for commit in ledger] == [{r} for r in range(world.settings.rounds)]
             assert all([each.worker for each in commit] == sorted(each.worker for each in commit) for commit in ledger)
         self.check_nobody_lost(ledger)
 
     def check_nobody_lost(self, ledger: list[tuple[act.Contribution, ...]]) -> None:
         """Where updates are never given up, every place that stayed to the end has all its rounds in the parameters."""
-        world, protocol = self.world, self.world.protocol
-        if "rejected" in self.excused or isinstance(protocol.recovery, Ignore) or isinstance(protocol.consistency, Backup):
+        world, run = self.world, self.world.settings
+        if "rejected" in self.excused or isinstance(run.recovery, Ignore) or isinstance(run.consistency, Backup):
             return
         applied = {(each.worker, each.round) for commit in ledger for each in commit}
-        for worker in range(protocol.workers):
+        for worker in range(run.workers):
             if worker in world.coordinator.places:
-                assert {round_ for who, round_ in applied if who == worker} == set(range(protocol.rounds))
+                assert {round_ for who, round_ in applied if who == worker} == set(range(run.rounds))
 
 
 TestChaos = ChaosMachine.TestCase

@@ -13,7 +13,7 @@ from server_rig import Push, World
 from tatami.server import ASP, BSP, SSP, Backup, Checkpoint, FromServers, Ignore
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.protocol import Protocol
+from tatami.server.run_settings import RunSettings
 
 RUNS = int(os.environ.get("TATAMI_STATE_CHAOS_RUNS", "1000"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
@@ -21,19 +21,18 @@ FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
 pytestmark = pytest.mark.timeout(900 + RUNS / 10)
 
 
-def protocol_of(chance: random.Random) -> Protocol:
+def settings_of(chance: random.Random) -> RunSettings:
     servers = chance.randrange(1, 5)
-    return Protocol(
+    return RunSettings(
         rounds=chance.randrange(1, 8),
         workers=chance.randrange(1, 6),
         servers=servers,
-        shards=servers,
         replicas=chance.randrange(1, min(servers, 3) + 1),
         spares=chance.randrange(3),
         restarts=chance.randrange(6),
         consistency=chance.choice((BSP(), BSP(), SSP(staleness=1), ASP(), Backup(workers=1))),
         recovery=chance.choice((FromServers(), Ignore(), Checkpoint(), Checkpoint(every=2), Checkpoint(every="daly"))),
-        clips=chance.random() < 0.5,
+        clip_norm=1.0 if chance.random() < 0.5 else None,
         save_every=chance.choice((None, 2)),
     )
 
@@ -69,7 +68,7 @@ def test_every_run_ends_with_each_update_applied_once() -> None:
     copied = 0
     for seed in range(FIRST_SEED, FIRST_SEED + RUNS):
         chance = random.Random(f"state {seed}")
-        world = World(protocol_of(chance))
+        world = World(settings_of(chance))
         storm(world, chance)
         world.drain()
         assert world.end is not None, f"seed {seed} does not end"
@@ -79,9 +78,9 @@ def test_every_run_ends_with_each_update_applied_once() -> None:
             continue
         counts = Counter((each.worker, each.round) for commit in world.result for each in commit)
         assert all(count == 1 for count in counts.values()), f"seed {seed}: an update was applied twice"
-        assert len(world.result) == world.end.version, f"seed {seed}"
-        if world.protocol.consistency.lockstep:
+        assert len(world.result) == world.coordinator.version, f"seed {seed}"
+        if world.settings.consistency.lockstep:
             rounds = [{each.round for each in commit} for commit in world.result]
-            assert rounds == [{number} for number in range(world.protocol.rounds)], f"seed {seed}"
+            assert rounds == [{number} for number in range(world.settings.rounds)], f"seed {seed}"
     assert ends["Finish"] > RUNS // 2, ends
     assert copied > RUNS // 100, "lost copies were made again in some of the runs"

@@ -66,7 +66,7 @@ import os, signal, sys
 from pathlib import Path
 from tatami.server.witness import Witness
 with Witness(recovery="ignore", start=0, report=sys.argv[1], directory=Path(sys.argv[2])) as witness:
-    witness.begun(workers=2, startup_s=1.5)
+    witness.began(workers=2, startup_s=1.5)
     for number in range(1, 5001):
         witness.write("round", iteration=number, values={"at_s": float(number), "loss": 1 / number})
     {end}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import runpy
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tatami.comm.rendezvous import TOKEN_BYTES
 from tatami.elastic.settings import ElasticContext, ElasticSettings
 from tatami.engine.ray_engine import by_value, engine, require_ray
 from tatami.engine.ray_watch import RayWatch, ray_processes
@@ -47,13 +49,25 @@ def run_elastic(
     context = context or ElasticContext()
     ray = require_ray()
     with engine(address=context.address):
+        from tatami.elastic.forming import keep_store
+        from tatami.elastic.orders import Assignment
         from tatami.elastic.rank_process import RankSpec
         from tatami.elastic.runtime import ElasticRuntime
 
         with by_value(function, context.hook):
             pickled_spec = ray.cloudpickle.dumps(RankSpec(function=function, hook=context.hook))
+        host = "127.0.0.1" if context.address is None else str(ray.util.get_node_ip_address())
+        store = keep_store(host, timeout_s=settings.timeout_s)
+        assignment = Assignment(
+            store=(host, store.port),
+            token=secrets.token_bytes(TOKEN_BYTES),
+            timeout_s=settings.timeout_s,
+            loopback=context.address is None,
+            retile=settings.retile,
+        )
         with RayWatch(ray_processes(ray), clock=context.clock, tell=lambda text: print(text, file=sys.stderr)) as watch:
-            runtime = ElasticRuntime(settings, context=context, pickled_spec=pickled_spec, watch=watch)
+            spec = ray.put(pickled_spec)
+            runtime = ElasticRuntime(settings, context=context, assignment=assignment, spec=spec, watch=watch)
             if context.on_start is not None:
                 context.on_start(runtime)
             try:

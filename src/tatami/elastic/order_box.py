@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from tatami.elastic.orders import HaltAnswer, Order
+from tatami.elastic.orders import Order
 from tatami.errors import TrainingError
-from tatami.membership import Restart
+from tatami.membership import Halted, Restart
 
 ORDER_TIMEOUT_S = 900.0
 """For so long a parked rank waits for orders: longer than anything that the run waits for itself."""
@@ -18,14 +18,14 @@ class OrderBox:
 
     Args:
         name: of the rank, for the error.
-        where: says where the script's thread has stopped, given whether the script has ended.
+        where: says where the script's thread has stopped, given the ticket of the order and whether the script has ended.
         sever: breaks all that the rank communicates by, and what it forms.
 
     Attributes:
         off: set where what the rank is doing is in vain; another one from order to order.
     """
 
-    def __init__(self, name: str, *, where: Callable[[bool], HaltAnswer], sever: Callable[[], None]) -> None:
+    def __init__(self, name: str, *, where: Callable[[int, bool], Halted], sever: Callable[[], None]) -> None:
         self.off = threading.Event()
         self._name = name
         self._where = where
@@ -40,7 +40,7 @@ class OrderBox:
 
     # -- for Ray's threads --------------------------------------------------------------------------------------------
 
-    def halt(self, ticket: int, *, abort: bool) -> HaltAnswer | None:
+    def halt(self, ticket: int, *, abort: bool) -> Halted | None:
         """Have the rank stop where it is (`abort`), or between two steps, and wait for it. None: another order came since."""
         with self._moved:
             if ticket < self._ticket:
@@ -54,7 +54,7 @@ class OrderBox:
             # No limit here: a rank that has not stopped `patience_s` after an abort is ended by the run; a rank
             # that is only asked stops at the end of its step, whose communication has a timeout.
             self._moved.wait_for(lambda: self._is_parked or self._has_ended or self._ticket > ticket)
-            return None if self._ticket > ticket else self._where(self._has_ended)
+            return None if self._ticket > ticket else self._where(ticket, self._has_ended)
 
     def hand_in(self, order: Order, *, ticket: int) -> None:
         """The script's thread carries it out when it is parked."""

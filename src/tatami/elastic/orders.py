@@ -7,9 +7,7 @@ from typing import Any
 
 from tatami.cluster import Link, Processor
 from tatami.comm.rendezvous import Whereabouts
-from tatami.membership import Dismiss, Regroup, Restart
-from tatami.tiling import Layout, StagedLayout
-from tatami.workload import Workload
+from tatami.membership import Dismiss, Entered, Leaving, Regroup, Restart, Stalled, Unbalanced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +16,7 @@ class Assignment:
 
     Attributes:
         name: of the member.
-        group: its first one.
-        members: of that group; this one alone where it joins a run.
+        members: of its first group; this one alone where it joins a run.
         joins: it joins a run that is under way.
         store: host and port of the store by which groups are formed.
         token: by which the ranks of this run know each other there.
@@ -28,10 +25,9 @@ class Assignment:
         retile: tiles follow the ranks' speeds.
     """
 
-    name: str
-    group: int
-    members: tuple[str, ...]
-    joins: bool
+    name: str = ""
+    members: tuple[str, ...] = ()
+    joins: bool = False
     store: tuple[str, int]
     token: bytes
     timeout_s: float
@@ -63,27 +59,17 @@ class EnteredLoop:
     """The script has come to its loop.
 
     Attributes:
-        group: None of a process that joins.
+        event: for the membership.
         stages: into how many pipeline stages the network is to be divided where there are as many ranks; None: as is fastest.
         whereabouts: of the rank.
         links: between hosts, as far as they are known.
     """
 
-    group: int | None
+    event: Entered
     whereabouts: Whereabouts
-    layout: Layout | StagedLayout
-    workload: Workload
     processor: Processor
     links: dict[tuple[str, str], Link]
     stages: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GotStuck:
-    """Communication failed in this group."""
-
-    group: int
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +81,12 @@ class CarriedOut:
         settled: what became of the step that was open: "finished", "redone" or "none"; or "returned", to a checkpoint.
         steps_lost: that had been made since that checkpoint.
         spent_s: of the dropped step, until this rank noticed.
-        repair_s: from then until now.
     """
 
     ticket: int
     step: int
     settled: str
     spent_s: float
-    repair_s: float
     steps_lost: int
 
 
@@ -135,37 +119,16 @@ class Said:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WantsToLeave:
-    """The rank asks to leave; `because` is for the report, and may be empty."""
-
-    because: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WantsLayout:
-    """The ranks are not as fast as they were, and would be faster so.
+    """The ranks are not as fast as they were, and would be faster with the layout of `event`.
 
     Attributes:
-        layout: of the same members, of which some may have no tile.
         speeds: of each member, all in one unit.
-        because: for the report.
     """
 
-    layout: Layout | StagedLayout
+    event: Unbalanced
     speeds: dict[str, float]
-    because: str
 
 
-Report = EnteredLoop | GotStuck | CarriedOut | ScriptEnded | ScriptFailed | Said | WantsToLeave | WantsLayout
-"""What a rank tells of itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HaltAnswer:
-    """Where a rank has stopped; see `tatami.membership.Halted`."""
-
-    sections: int
-    outcome: Any
-    ended: bool
-    admits: bool
-    has_checkpoint: bool
+Report = EnteredLoop | Stalled | Leaving | CarriedOut | ScriptEnded | ScriptFailed | Said | WantsLayout
+"""What a rank reports of itself; where the membership needs no more than this, the event itself."""

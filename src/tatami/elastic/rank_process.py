@@ -10,7 +10,6 @@ import runpy
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ import torch
 from ray import cloudpickle
 
 from tatami.comm.elastic import set_elastic_world
-from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
+from tatami.elastic.orders import Assignment, Order, Report, Said, ScriptEnded, ScriptFailed
 from tatami.elastic.session import Session, set_session
 from tatami.elastic.settings import MomentHook
 from tatami.elastic.steps import repairs_of_fit
-from tatami.engine.processes import Identity, identity
+from tatami.engine.processes import Identity, WatchedProcess, identity
 from tatami.errors import CommError
+from tatami.membership import Halted
 from tatami.state.repairing import BeginAgain, set_repairs
 
 _COLLECT_S = 5.0
@@ -41,7 +41,7 @@ class RankSpec:
     hook: MomentHook | None
 
 
-class RankProcess:
+class RankProcess(WatchedProcess):
     """Runs the script in a thread, and hands orders to it."""
 
     concurrency_groups = {"pulse": 1, "halts": 8, "mail": 1}  # noqa: RUF012 -- read by the crew
@@ -90,11 +90,7 @@ class RankProcess:
         set_repairs(None)
         set_elastic_world(None)
 
-    def watch(self, pause_s: float) -> None:
-        """A sign of life after `pause_s`; runs beside the script, and fails at once when the process ends."""
-        time.sleep(pause_s)
-
-    def halt(self, ticket: int, abort: bool) -> HaltAnswer | None:
+    def halt(self, ticket: int, abort: bool) -> Halted | None:
         """See `OrderBox.halt`."""
         assert self._session is not None
         return self._session.box.halt(ticket, abort=abort)

@@ -1,12 +1,14 @@
-"""Carries out what the membership decides on the processes of the ranks, and tells it what happens to them."""
+"""The run of an elastic job: events of the ranks' processes go to the membership, and its actions to the ranks."""
 
 from __future__ import annotations
 
 import secrets
 import sys
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -14,21 +16,24 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.rendezvous import TOKEN_BYTES, Whereabouts
 from tatami.elastic.history import RunHistory
 from tatami.elastic.orders import (
+    Assignment,
     CarriedOut,
     EnteredLoop,
-    GotStuck,
-    HaltAnswer,
+    Order,
     RegroupOrder,
     Report,
     Said,
     ScriptEnded,
     ScriptFailed,
     WantsLayout,
-    WantsToLeave,
 )
-from tatami.elastic.rank_crew import RankCrew
-from tatami.elastic.settings import MOST_STARTING, ElasticContext, ElasticSettings
+from tatami.elastic.rank_process import RankProcess
+from tatami.elastic.settings import MOST_STARTING, ElasticContext, ElasticControl, ElasticSettings
+from tatami.engine.calls import ignore
+from tatami.engine.crew import Crew, Member
+from tatami.engine.nodes import Nodes
 from tatami.engine.ray_watch import RayWatch
+from tatami.engine.run_loop import AbstractRun
 from tatami.errors import CommError, InputError, RankDiedError, TatamiError, TrainingError
 from tatami.membership import (
     Abort,
@@ -38,7 +43,6 @@ from tatami.membership import (
     Dismiss,
     Ended,
     EndRun,
-    Entered,
     Halted,
     Kill,
     Laid,
@@ -51,7 +55,6 @@ from tatami.membership import (
     RunStage,
     Silent,
     Stalled,
-    Unbalanced,
 )
 from tatami.report.elastic_run import ElasticReport, MemberChange
 from tatami.tiling import Layout, StagedLayout
@@ -62,29 +65,41 @@ _STARTS_AT_ONCE = 4
 """Processes of ranks that were added, until they are in the loop."""
 
 
-class ElasticRuntime:
-    """One run; an `ElasticControl`."""
+class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
+    """One run. Members are p0, p1, ... in the order in which they are started; a name is not used twice.
 
-    def __init__(self, settings: ElasticSettings, *, context: ElasticContext, pickled_spec: bytes, watch: RayWatch) -> None:
+    Args:
+        settings: of the run.
+        context: of the run.
+        assignment: of every rank, without its name and its members.
+        spec: a reference to what every rank runs; see `RankSpec`.
+        watch: of Ray's own processes.
+    """
+
+    def __init__(
+        self, settings: ElasticSettings, *, context: ElasticContext, assignment: Assignment, spec: Any, watch: RayWatch
+    ) -> None:
+        super().__init__(
+            self._events_to_actions,
+            clock=context.clock,
+            watch=watch,
+            nodes=Nodes(now_s=context.clock.now_s, shuns=False),
+            heartbeat_s=settings.heartbeat_s,
+            pool=context.pool,
+            tick_s=0.02,
+        )
         self.settings = settings
         self._context = context
-        self._watch = watch
-        self._history = RunHistory(context.clock, tell=self._changed)
-        self._crew = RankCrew(
-            settings,
-            context=context,
-            watch=watch,
-            pickled_spec=pickled_spec,
-            now_s=lambda: self._history.now_s,
-            on_report=self._take,
-            on_gone=self._gone,
-        )
+        self._assignment, self._spec = assignment, spec
+        self._history = RunHistory(self._clock, tell=self._changed)
+        self._ranks = Crew(RankProcess, self._crew_terms, on_up=self._collect, on_gone=self._gone)
         self._processors: dict[str, Processor] = {}
         self._whereabouts: dict[str, Whereabouts] = {}
         self._links: dict[tuple[str, str], Link] = {}
         self._workload: Workload | None = None
         self._stages: int | None = None
-        names = tuple(self._crew.name() for _ in range(settings.ranks))
+        self._names = (f"p{number}" for number in count())
+        names = tuple(next(self._names) for _ in range(settings.ranks))
         self._machine = Membership(names, plan=self._plan, copies=settings.copies)
         self._values: dict[str, Any] = {}
         self._deadlines: dict[str, float] = {}
@@ -99,39 +114,31 @@ class ElasticRuntime:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names, in the order of the ranks."""
         return self._machine.members
 
     @property
     def starting(self) -> tuple[str, ...]:
-        """Names of the ranks that were added and are not members yet."""
-        started = self._crew.running.difference(self.members, self._released)
+        started = set(self._ranks.members).difference(self.members, self._released)
         return tuple(name for name in self._added if name in started or name in self._waiting)
 
     def add(self) -> str:
-        """Have one more rank, from the step after its process is up. Returns its name.
-
-        Raises:
-            InputError: `MOST_STARTING` ranks are starting already.
-        """
         if len(starting := self.starting) >= MOST_STARTING:
             raise InputError(
                 f"{len(starting)} ranks are starting already ({starting[0]} to {starting[-1]}), which is the most; "
                 "`control.starting` tells which are not among `control.members` yet"
             )
-        name = self._crew.name()
+        name = next(self._names)
         self._added.append(name)
         self._waiting.append(name)
         self._start_waiting()
         return name
 
     def remove(self, name: str) -> None:
-        """Let a rank go between two steps; no sample and no row is lost. One that is starting is ended at once."""
         if name in self._waiting:
             self._waiting.remove(name)
         elif name in self.starting and name not in self._processors:
             self._released.add(name)
-            self._crew.kill(name)
+            self._ranks.kill(name)
         else:
             self._tell(Leaving(member=name))
 
@@ -142,7 +149,12 @@ class ElasticRuntime:
             if len(not_up) >= _STARTS_AT_ONCE:
                 return
             name = self._waiting.popleft()
-            self._crew.start(name, members=(name,), joins=True)
+            self._start(name, members=(name,), joins=True)
+
+    def _start(self, name: str, *, members: tuple[str, ...], joins: bool) -> None:
+        """Start the process of a rank, among these members at first."""
+        assignment = replace(self._assignment, name=name, members=members, joins=joins)
+        self._ranks.start(name, employ=lambda actor: actor.employ.remote(assignment, self._spec))
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -152,16 +164,7 @@ class ElasticRuntime:
         Raises:
             TrainingError: the run cannot go on.
         """
-        try:
-            for name in self.members:
-                self._crew.start(name, members=self.members, joins=False)
-            while not self._is_over():
-                self._crew.listen(is_over=lambda: self._end is not None)
-                if self._end is None:
-                    self._look_for_late()
-                    self._start_waiting()
-        finally:
-            self._crew.end()
+        self._play()
         if isinstance(self._end, EndRun):
             raise TrainingError(f"the run stopped ({self._end.cause.value}): {self._end.reason}")
         if isinstance(self._end, ScriptFailed):
@@ -172,29 +175,44 @@ class ElasticRuntime:
         """The report of what has happened so far."""
         return self._history.report(settings=asdict(self.settings))
 
+    @property
+    def _crews(self) -> Sequence[Crew[Any]]:
+        return (self._ranks,)
+
+    def _begin(self) -> None:
+        for name in self.members:
+            self._start(name, members=self.members, joins=False)
+
+    def _turn(self) -> None:
+        super()._turn()
+        if self._end is None:
+            self._look_for_late()
+            self._start_waiting()
+
     def _is_over(self) -> bool:
         if self._end is not None:
             return True
         return self._machine.stage is RunStage.DONE and not set(self._living()) - set(self._values)
 
+    def _stopped(self, reason: str) -> Exception:
+        return TrainingError(f"the run stopped: {reason}")
+
     def _living(self) -> list[str]:
         """Members of the group whose processes run."""
-        running = self._crew.running
-        return [name for name in self.members if name in running and name not in self._released]
+        return [name for name in self.members if name in self._ranks.members and name not in self._released]
 
     def _look_for_late(self) -> None:
         """A rank that does not stop, or does not carry out a change, is of no use to the others."""
-        now_s = self._crew.listened_s
+        now_s = self._listening.now_s
         for name, deadline_s in list(self._deadlines.items()):
             if now_s > deadline_s and name in self._deadlines:
                 del self._deadlines[name]
                 self._tell(Silent(member=name))
 
-    def _tell(self, event: MemberEvent) -> None:
+    def _events_to_actions(self, event: MemberEvent) -> Iterable[Action]:
         if isinstance(event, Died | Silent | Stalled) and self._machine.stage is RunStage.RUNNING:
             self._history.notice()
-        for action in self._machine.handle(event):
-            self._carry_out(action)
+        return self._machine.handle(event)
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -206,38 +224,37 @@ class ElasticRuntime:
                     self._halt(name, action)
             case Regroup():
                 self._regroup(action)
-            case Restart():
+            case Restart() | Dismiss():
+                if isinstance(action, Dismiss):
+                    self._deadlines.clear()
                 for name in action.members:
-                    self._crew.order(name, action, ticket=action.ticket)
-            case Dismiss():
-                self._deadlines.clear()
-                for name in action.members:
-                    self._crew.order(name, action, ticket=action.ticket)
+                    self._order(name, action, ticket=action.ticket)
             case Kill() | Release():
                 self._deadlines.pop(action.member, None)
                 self._released.add(action.member)
-                self._crew.kill(action.member)
+                self._ranks.kill(action.member)
             case EndRun():
                 self._end = action
 
     def _halt(self, name: str, action: Abort | Ask) -> None:
-        abort, done = isinstance(action, Abort), partial(self._halted, name, action.ticket)
-        if self._crew.halt(name, ticket=action.ticket, abort=abort, done=done) and abort:
-            self._deadlines[name] = self._crew.listened_s + self.settings.patience_s
+        """See `OrderBox.halt`. Nothing is ordered of a process that is gone, which its watch reports."""
+        if (actor := self._ranks.get(name)) is None:
+            return
+        abort = isinstance(action, Abort)
+        if abort:
+            self._deadlines[name] = self._listening.now_s + self.settings.patience_s
+        call = actor.halt.options(concurrency_group="halts").remote(action.ticket, abort)
+        self._calls.add(call, done=partial(self._halted, name))
 
-    def _halted(self, name: str, ticket: int, answer: HaltAnswer) -> None:
-        self._deadlines.pop(name, None)
-        self._tell(
-            Halted(
-                member=name,
-                ticket=ticket,
-                sections=answer.sections,
-                outcome=answer.outcome,
-                ended=answer.ended,
-                admits=answer.admits,
-                has_checkpoint=answer.has_checkpoint,
-            )
-        )
+    def _halted(self, name: str, event: Halted | None) -> None:
+        if event is not None:
+            self._deadlines.pop(name, None)
+            self._tell(event)
+
+    def _order(self, name: str, order: Order, *, ticket: int) -> None:
+        """See `OrderBox.hand_in`."""
+        if (actor := self._ranks.get(name)) is not None:
+            self._calls.add(actor.obey.remote(order, ticket), done=ignore)
 
     def _regroup(self, change: Regroup) -> None:
         self._history.regroup(change)
@@ -247,13 +264,23 @@ class ElasticRuntime:
             members=tuple(self._whereabouts[name] for name in change.members),
             token=secrets.token_bytes(TOKEN_BYTES),
         )
-        self._deadlines = dict.fromkeys(change.members, self._crew.listened_s + self.settings.patience_s)
+        self._deadlines = dict.fromkeys(change.members, self._listening.now_s + self.settings.patience_s)
         for name in change.members:
-            self._crew.order(name, order, ticket=change.ticket)
+            self._order(name, order, ticket=change.ticket)
 
     # -- reports --------------------------------------------------------------------------------------------------
 
-    def _gone(self, name: str, late: bool) -> None:
+    def _collect(self, name: str, member: Member) -> None:
+        call = member.actor.collect.options(concurrency_group="mail").remote()
+        self._calls.add(call, done=partial(self._collected, name, member))
+
+    def _collected(self, name: str, member: Member, reports: list[Report]) -> None:
+        if self._ranks.members.get(name) is member:
+            self._collect(name, member)
+            for report in reports:
+                self._take(name, report)
+
+    def _gone(self, name: str, _: Member, late: bool) -> None:
         self._deadlines.pop(name, None)
         if name not in self._released:
             self._lost.append(name)
@@ -263,8 +290,8 @@ class ElasticRuntime:
         match report:
             case EnteredLoop():
                 self._entered(name, report)
-            case GotStuck():
-                self._tell(Stalled(member=name, group=report.group, reason=report.reason))
+            case Stalled() | Leaving():
+                self._tell(report)
             case CarriedOut():
                 self._deadlines.pop(name, None)
                 self._carried_out(name, report)
@@ -279,18 +306,16 @@ class ElasticRuntime:
             case Said():
                 if self._context.on_line is not None:
                     self._context.on_line(name, report.text)
-            case WantsToLeave():
-                self._tell(Leaving(member=name, because=report.because))
             case WantsLayout():
                 self._learn(report.speeds)
-                self._tell(Unbalanced(member=name, layout=report.layout, because=report.because))
+                self._tell(report.event)
 
     def _turn_away(self, name: str, failed: ScriptFailed) -> None:
         """A process that was to join has failed before it was let in: the others do without it."""
         print(f"tatami: {name} does not join the run, as its script failed:\n{failed.trace}", file=sys.stderr, flush=True)
         self._tell(Died(member=name))
         self._released.add(name)
-        self._crew.kill(name)
+        self._ranks.kill(name)
 
     def _entered(self, name: str, told: EnteredLoop) -> None:
         self._processors[name] = replace(told.processor, name=name)
@@ -299,8 +324,8 @@ class ElasticRuntime:
             self._context.on_process(name, place.pid, place.host)
         self._whereabouts[name] = told.whereabouts
         self._links |= told.links
-        self._workload, self._stages = told.workload, told.stages
-        self._tell(Entered(member=name, group=told.group, layout=told.layout, workload=told.workload))
+        self._workload, self._stages = told.event.workload, told.stages
+        self._tell(told.event)
 
     def _learn(self, speeds: dict[str, float]) -> None:
         """Plans are made by these speeds from now on, in the unit of those before, which ranks that join have, too."""

@@ -18,11 +18,11 @@ from tatami.comm.elastic import ElasticCommunicator
 from tatami.comm.rendezvous import Whereabouts
 from tatami.elastic.forming import Connections
 from tatami.elastic.order_box import OrderBox
-from tatami.elastic.orders import Assignment, CarriedOut, EnteredLoop, GotStuck, HaltAnswer, RegroupOrder, Report, WantsToLeave
+from tatami.elastic.orders import Assignment, CarriedOut, EnteredLoop, RegroupOrder, Report
 from tatami.elastic.sections import OpenSection, Sections
 from tatami.elastic.settings import Moment, MomentHook
 from tatami.errors import CommError, InputError
-from tatami.membership import Dismiss, Regroup, Restart
+from tatami.membership import Dismiss, Halted, Leaving, Regroup, Restart, Stalled
 from tatami.state.repairing import BeginAgain
 
 _Value = TypeVar("_Value")
@@ -60,7 +60,7 @@ class Session:
         self.assignment = assignment
         self.name = assignment.name
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self.group = assignment.group
+        self.group = 0
         self.entered = False
         self.joins = assignment.joins
         self.returns = False
@@ -91,9 +91,16 @@ class Session:
         """To the members that are there now; None before the first group."""
         return self._connections.comm
 
-    def _where(self, ended: bool) -> HaltAnswer:
-        passed, outcome, admits = self._sections.passed, self._sections.outcome, self._sections.admits
-        return HaltAnswer(sections=passed, outcome=outcome, ended=ended, admits=admits, has_checkpoint=self.has_checkpoint)
+    def _where(self, ticket: int, ended: bool) -> Halted:
+        return Halted(
+            member=self.name,
+            ticket=ticket,
+            sections=self._sections.passed,
+            outcome=self._sections.outcome,
+            ended=ended,
+            admits=self._sections.admits,
+            has_checkpoint=self.has_checkpoint,
+        )
 
     # -- for the script's thread --------------------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class Session:
 
     def stuck(self, error: BaseException) -> None:
         """Tell that communication failed."""
-        self.report(GotStuck(group=self.group, reason=f"{type(error).__name__}: {error}"))
+        self.report(Stalled(member=self.name, group=self.group, reason=f"{type(error).__name__}: {error}"))
 
     def enter(self, training: Training) -> None:
         """The script has come to its loop: wait to be let in, and take what the run has."""
@@ -193,7 +200,7 @@ class Session:
     def leave(self, *, because: str = "") -> None:
         """Ask that this rank may leave; it goes between two steps."""
         self.is_leaving = True
-        self.report(WantsToLeave(because=because))
+        self.report(Leaving(member=self.name, because=because))
 
     def report(self, what: Report) -> None:
         self.reports.put(what)
@@ -252,7 +259,6 @@ class Session:
                     settled=settled if before is None else "returned",
                     steps_lost=0 if before is None else before - step,
                     spent_s=spent_s if settled == "redone" else 0.0,
-                    repair_s=self._clock.now_s() - noticed_s,
                 )
             )
             return

@@ -32,7 +32,7 @@ from tatami.elastic.session import Session, current_session
 from tatami.elastic.settings import Moment
 from tatami.elastic.speed_watch import SpeedWatch
 from tatami.errors import CommError, InputError, warn
-from tatami.membership import Regroup
+from tatami.membership import Entered, Regroup, Unbalanced
 from tatami.model.model import TiledModel
 from tatami.runtime.optimizers import check_optimizer
 from tatami.runtime.phases import IterationPhase
@@ -158,12 +158,12 @@ class Steps:
 
     def entering(self, group: int | None, *, whereabouts: Whereabouts) -> EnteredLoop:
         """What the run is told of this rank when its script comes to the loop in `group`; see `EnteredLoop`."""
-        model = self.model
+        model, session = self.model, self.session
+        assert session is not None
+        workload = model.workload if model.staged is None else model.staged.workload
         return EnteredLoop(
-            group=group,
+            event=Entered(member=session.name, group=group, layout=model.whole_layout, workload=workload),
             whereabouts=whereabouts,
-            layout=model.whole_layout,
-            workload=model.workload if model.staged is None else model.staged.workload,
             stages=None if model.staged is None else model.staged.stages,
             processor=replace(model.cluster.processors[model.comm.rank], host=model.comm.hosts[model.comm.rank]),
             links=dict(model.cluster.links),
@@ -278,7 +278,8 @@ class Steps:
             told = [f"{name} waits without a tile" for name in sorted(before - after)]
             told += [f"{name} has a tile again" for name in sorted(after - before)]
             because = ", ".join([decision.kind.value, *told])
-            self.session.report(WantsLayout(layout=decision.layout, speeds=dict(speeds), because=because))
+            event = Unbalanced(member=self.session.name, layout=decision.layout, because=because)
+            self.session.report(WantsLayout(event=event, speeds=dict(speeds)))
 
     def mirror_gradients(self) -> None:
         """Let the neighbour that keeps this rank's units have their gradients, where there is one."""

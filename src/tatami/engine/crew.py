@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -27,6 +27,8 @@ _ASK_S = 1.0
 """Between two looks at the nodes on which a process is being started."""
 _PULSE_S = 1.0
 """Between signs of life, where the heartbeat does not ask for more: so well a report knows when a process failed."""
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 @dataclass(kw_only=True)
@@ -54,17 +56,32 @@ class Member:
         return 0 if self.identity is None else self.identity.pid
 
 
-class Crew:
-    """Keeps members by number.
+@dataclass(frozen=True, kw_only=True)
+class CrewTerms:
+    """What all crews of a run have in common.
 
-    Args:
-        process: the class of the actors.
+    Attributes:
         calls: where the signs of life are waited for.
         nodes: where members are started.
         now_s: seconds since the start of the run.
         listening: by which silence is counted.
         heartbeat_s: a member that is silent for longer is reported as late.
         pool: of processes that outlive runs.
+    """
+
+    calls: Calls
+    nodes: Nodes
+    now_s: Callable[[], float]
+    listening: Listening
+    heartbeat_s: float
+    pool: Pool | None
+
+
+class Crew(Generic[_Name]):
+    """Keeps members by name, which may be a number.
+
+    Args:
+        process: the class of the actors.
         on_up: called with a member that is ready.
         on_gone: called with a member that has died, or that is late: then it is still kept, until `kill`.
     """
@@ -72,85 +89,71 @@ class Crew:
     def __init__(
         self,
         process: type,
+        terms: CrewTerms,
         *,
-        calls: Calls,
-        nodes: Nodes,
-        now_s: Callable[[], float],
-        listening: Listening,
-        heartbeat_s: float,
-        pool: Pool | None,
-        on_up: Callable[[int, Member], None],
-        on_gone: Callable[[int, Member, bool], None],
+        on_up: Callable[[_Name, Member], None],
+        on_gone: Callable[[_Name, Member, bool], None],
     ) -> None:
-        self.members: dict[int, Member] = {}
-        self._process = process
-        self._calls = calls
-        self._nodes = nodes
-        self._now_s = now_s
-        self._listening = listening
-        self._heartbeat_s = heartbeat_s
-        self._pool = pool
-        self._on_up = on_up
-        self._on_gone = on_gone
+        self.members: dict[_Name, Member] = {}
+        self._process, self._terms = process, terms
+        self._on_up, self._on_gone = on_up, on_gone
         self._asked_s = 0.0
 
-    def start(self, number: int, *, employ: Callable[[Any], Any], apart_from: Iterable[int] = ()) -> None:
+    def start(self, name: _Name, *, employ: Callable[[Any], Any], apart_from: Iterable[_Name] = ()) -> None:
         """Start a member, or take one that stands by; `employ` makes the call that tells it what it is for.
 
         Args:
-            apart_from: numbers of members on whose nodes it should not be.
+            apart_from: names of members on whose nodes it should not be.
         """
         node = choose_node(
-            self._nodes.sound(),
+            self._terms.nodes.sound(),
             taken=[member.node for member in self.members.values()],
             apart_from=[self.members[other].node for other in apart_from if other in self.members],
         )
-        actor = None if self._pool is None else self._pool.take(self._process.__name__, node=node)
+        actor = None if self._terms.pool is None else self._terms.pool.take(self._process.__name__, node=node)
         if actor is None:
             actor = _actor(self._process, node=node)
-        member = Member(actor=actor, node=node or "", seen_s=self._now_s(), heard_s=self._listening.heard_s)
-        self.members[number] = member
-        self._calls.add(employ(actor), done=partial(self._up, number, member), failed=partial(self._dead, number, member))
+        member = Member(actor=actor, node=node or "", seen_s=self._terms.now_s(), heard_s=self._terms.listening.heard_s)
+        self.members[name] = member
+        self._terms.calls.add(employ(actor), done=partial(self._up, name, member), failed=partial(self._dead, name, member))
 
-    def get(self, number: int) -> Any:
+    def get(self, name: _Name) -> Any:
         """The actor; None where it is gone."""
-        member = self.members.get(number)
+        member = self.members.get(name)
         return None if member is None else member.actor
 
-    def signs(self) -> dict[int, Sign]:
+    def signs(self) -> dict[_Name, Sign]:
         """The last sign of life of each, and how long it may be silent: for its heartbeat, or until it is up."""
         return {
-            number: Sign(heard_s=member.heard_s, limit_s=self._heartbeat_s if member.is_ready else BOOT_TIMEOUT_S)
-            for number, member in self.members.items()
+            name: Sign(heard_s=member.heard_s, limit_s=self._terms.heartbeat_s if member.is_ready else BOOT_TIMEOUT_S)
+            for name, member in self.members.items()
         }
 
-    def late(self, number: int) -> None:
+    def late(self, name: _Name) -> None:
         """A member has been silent for too long."""
-        member = self.members[number]
-        self._nodes.note_death(member.node)
-        self._on_gone(number, member, True)
+        member = self.members[name]
+        self._terms.nodes.note_death(member.node)
+        self._on_gone(name, member, True)
 
     def look_for_lost_starts(self) -> None:
         """Report members that start on a node that is gone: Ray itself reports them late."""
-        for number, member in self._starting_nowhere():
-            self._dead(number, member, None)
-
-    def _starting_nowhere(self) -> list[tuple[int, Member]]:
-        starting = [(number, member) for number, member in self.members.items() if not member.is_ready and member.node]
-        if not starting or self._now_s() - self._asked_s < _ASK_S:
-            return []
-        self._asked_s = self._now_s()
-        alive = self._nodes.alive()
-        return [(number, member) for number, member in starting if member.node not in alive]
+        starting = [(name, member) for name, member in self.members.items() if not member.is_ready and member.node]
+        if not starting or self._terms.now_s() - self._asked_s < _ASK_S:
+            return
+        self._asked_s = self._terms.now_s()
+        alive = self._terms.nodes.alive()
+        for name, member in starting:
+            if member.node not in alive:
+                self._dead(name, member, None)
 
     def restart_clocks(self) -> None:
         """The run begins now: no member has been silent before."""
         for member in self.members.values():
             self._heard(member)
 
-    def kill(self, number: int) -> None:
+    def kill(self, name: _Name) -> None:
         """End a member at once, wherever it is."""
-        member = self.members.pop(number, None)
+        member = self.members.pop(name, None)
         if member is not None:
             _kill(member)
 
@@ -164,13 +167,13 @@ class Crew:
     def end(self) -> None:
         """Keep for the next run who is free, and end the others."""
         members, self.members = list(self.members.values()), {}
-        if self._pool is not None:
-            name = self._process.__name__
+        if self._terms.pool is not None:
+            kind = self._process.__name__
             kept = [
                 member
                 for member in members
                 if member.identity is not None
-                and self._pool.give(member.actor, kind=name, node=member.identity.node if member.node else "")
+                and self._terms.pool.give(member.actor, kind=kind, node=member.identity.node if member.node else "")
             ]
             members = [member for member in members if member not in kept]
         for member in members:
@@ -186,34 +189,34 @@ class Crew:
 
     # -- signs of life --------------------------------------------------------------------------------------------
 
-    def _up(self, number: int, member: Member, identity: Identity) -> None:
-        if self.members.get(number) is not member:
+    def _up(self, name: _Name, member: Member, identity: Identity) -> None:
+        if self.members.get(name) is not member:
             return
         member.identity, member.node = identity, identity.node
         self._heard(member)
-        self._watch(number, member)
-        self._on_up(number, member)
+        self._watch(name, member)
+        self._on_up(name, member)
 
-    def _watch(self, number: int, member: Member) -> None:
+    def _watch(self, name: _Name, member: Member) -> None:
         """Keep one call pending: it fails within milliseconds of a death, and its delay shows that a process hangs."""
-        pulse = member.actor.watch.options(concurrency_group="pulse").remote(min(_PULSE_S, self._heartbeat_s / 4))
-        self._calls.add(pulse, done=partial(self._alive, number, member), failed=partial(self._dead, number, member))
+        pulse = member.actor.watch.options(concurrency_group="pulse").remote(min(_PULSE_S, self._terms.heartbeat_s / 4))
+        self._terms.calls.add(pulse, done=partial(self._alive, name, member), failed=partial(self._dead, name, member))
 
     def _heard(self, member: Member) -> None:
-        member.seen_s, member.heard_s = self._now_s(), self._listening.heard_s
+        member.seen_s, member.heard_s = self._terms.now_s(), self._terms.listening.heard_s
 
-    def _alive(self, number: int, member: Member, _: Any) -> None:
+    def _alive(self, name: _Name, member: Member, _: Any) -> None:
         self._heard(member)
-        if self.members.get(number) is member:
-            self._watch(number, member)
+        if self.members.get(name) is member:
+            self._watch(name, member)
 
-    def _dead(self, number: int, member: Member, _: Any) -> None:
-        if self.members.get(number) is member:
-            del self.members[number]
-            self._nodes.note_death(member.node)
+    def _dead(self, name: _Name, member: Member, _: Any) -> None:
+        if self.members.get(name) is member:
+            del self.members[name]
+            self._terms.nodes.note_death(member.node)
             # "Unavailable" is what Ray says of a process on a node that it cannot reach; it must not come back.
             _kill(member)
-            self._on_gone(number, member, False)
+            self._on_gone(name, member, False)
 
 
 def _actor(process: type, *, node: str | None) -> Any:

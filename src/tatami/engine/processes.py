@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -102,6 +103,14 @@ def _status(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+class WatchedProcess:
+    """A process of a run, as a Ray actor, which the run's process watches."""
+
+    def watch(self, pause_s: float) -> None:
+        """A sign of life after `pause_s`; runs in a thread of its own, and fails at once when the process ends."""
+        time.sleep(pause_s)
 
 
 @contextmanager

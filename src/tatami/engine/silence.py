@@ -1,10 +1,17 @@
-"""Which processes have been silent for too long: decided for all at one moment, and by the time in which this one listened."""
+"""Which processes have been silent for too long: decided for all at one moment, and by the time in which this one listened.
+
+Two clocks of a run are here: one that shows the time since its first step, and one that goes only while its process listens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+from tatami.clock import Clock
+
+_Name = TypeVar("_Name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +22,30 @@ class Sign:
     limit_s: float
 
 
-def silent(signs: Mapping[int, Sign], *, now_s: float) -> tuple[int, ...]:
-    """Numbers of the processes that have been silent for longer than they may."""
-    return tuple(number for number, sign in sorted(signs.items()) if now_s - sign.heard_s > sign.limit_s)
+def silent(signs: Mapping[_Name, Sign], *, now_s: float) -> tuple[_Name, ...]:
+    """Names of the processes that have been silent for longer than they may."""
+    return tuple(name for name, sign in signs.items() if now_s - sign.heard_s > sign.limit_s)
+
+
+class RunClock:
+    """Shows seconds since the first step of a run; before that step, since the run was made.
+
+    Attributes:
+        startup_s: seconds from the making of the run to the first step; 0 before it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.startup_s = 0.0
+        self._clock = clock
+        self._zero_s = clock.now_s()
+
+    def now_s(self) -> float:
+        return self._clock.now_s() - self._zero_s
+
+    def first_step(self) -> None:
+        """Note that the first step begins now."""
+        self.startup_s = self.now_s()
+        self._zero_s += self.startup_s
 
 
 class Listening:
@@ -49,10 +77,10 @@ class Listening:
 class Watched(Protocol):
     """Processes that give signs of life."""
 
-    def signs(self) -> Mapping[int, Sign]:
-        """The last of each, by number."""
+    def signs(self) -> Mapping[Any, Sign]:
+        """The last of each, by name."""
 
-    def late(self, number: int) -> None:
+    def late(self, name: Any, /) -> None:
         """This one has been silent for too long; what is done about it may take long."""
 
 
@@ -64,9 +92,9 @@ def look(groups: Sequence[Watched], *, now_s: float, read: Callable[[], bool]) -
         now_s: one moment for all, from before anything is done about any of them.
         read: reads the signs of life that wait; whether to go on.
     """
-    found = [(group, number) for group in groups for number in silent(group.signs(), now_s=now_s)]
-    for group, number in found:
+    found = [(group, name) for group in groups for name in silent(group.signs(), now_s=now_s)]
+    for group, name in found:
         if not read():
             return
-        if number in silent(group.signs(), now_s=now_s):
-            group.late(number)
+        if name in silent(group.signs(), now_s=now_s):
+            group.late(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,37 @@ class RunReport:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} is not a report of a parameter-server run: {error}") from error
+
+
+def report_of(records: Iterable[Mapping[str, Any]], *, recovery: str, start: int) -> RunReport:
+    """The report that follows from the records of a run: "begun", and each "round", "failure" and "warning" as it happened."""
+    reached_s: list[float] = []
+    losses, failures, warnings = [], [], []
+    known: dict[str, Any] = {}
+    for record in records:
+        match record["event"]:
+            case "begun":
+                reached_s.append(0.0)
+                known = {"workers": record["workers"], "startup_s": record["startup_s"]}
+            case "round":
+                reached_s.append(record["at_s"])
+                losses.append(record["loss"])
+            case "failure":
+                names = ("who", "process", "how", "at_s", "silent_s")
+                failures.append(Failure(round=record["iteration"], **{name: record[name] for name in names}))
+            case "warning":
+                warnings.append(record["message"])
+    return with_costs(
+        RunReport(
+            recovery=recovery,
+            start=start,
+            reached_s=tuple(reached_s),
+            losses=tuple(losses),
+            failures=tuple(failures),
+            warnings=tuple(warnings),
+            **known,
+        )
+    )
 
 
 def with_costs(report: RunReport) -> RunReport:

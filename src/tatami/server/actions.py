@@ -59,14 +59,14 @@ class StartServer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeclareDead:
-    """End a process that has hung, and refuse everything that comes from it."""
+class EndProcess:
+    """End the process of a worker that leaves, or one that has hung, and refuse everything that comes from it."""
 
     process: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeclareServerDead:
+class EndServer:
     """End a server that has hung."""
 
     server: int
@@ -137,14 +137,6 @@ class ReadCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retire:
-    """End the process of a worker that leaves."""
-
-    worker: int
-    process: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Warn:
     """Tell the user."""
 
@@ -162,30 +154,26 @@ class FetchResult:
 class Finish:
     """All rounds are applied, and their result is fetched."""
 
-    version: int
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The run cannot go on; `saved` is whether its state was written first."""
+    """The run cannot go on; its state was written first where that is possible."""
 
     cause: Cause
     reason: str
-    saved: bool
 
 
 Action = (
     SendTask
     | StartSpare
     | StartServer
-    | DeclareDead
-    | DeclareServerDead
+    | EndProcess
+    | EndServer
     | SumShard
     | ApplyShard
     | CopyShard
     | WriteCheckpoint
     | ReadCheckpoint
-    | Retire
     | FetchResult
     | Warn
     | Finish

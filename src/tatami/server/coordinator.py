@@ -11,9 +11,9 @@ from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.actions import Action, Cause, Contribution
 from tatami.server.fleet import Commit, Fleet
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
 from tatami.server.roster import Place, Roster, Status
+from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved, Saving
 from tatami.server.standing import RunPhase, Standing
 from tatami.server.upkeep import Upkeep
@@ -23,19 +23,19 @@ class Coordinator:
     """Runs the protocol: `handle` each event in the order they are seen, and carry out the actions in their order.
 
     Args:
-        protocol: the terms of the run.
+        settings: of the run.
         resumed: the checkpoint that the servers were loaded from; None for a new run.
     """
 
-    def __init__(self, protocol: Protocol, *, resumed: Saved | None = None) -> None:
-        self.protocol = protocol
+    def __init__(self, settings: RunSettings, *, resumed: Saved | None = None) -> None:
+        self.settings = settings
         self._run = Standing(version=0 if resumed is None else resumed.version)
-        self._saving = Saving(protocol, saved=resumed)
+        self._saving = Saving(settings, saved=resumed)
         clocks = {} if resumed is None else dict(resumed.clocks)
-        self._roster = Roster(protocol, clocks=clocks, slowest=self._saving.clock, do=self._run.do)
-        self._fleet = Fleet(protocol)
-        self._commit = Commit(protocol)
-        rolls_back = protocol.recovery.remedy is Remedy.ROLL_BACK
+        self._roster = Roster(settings, clocks=clocks, slowest=self._saving.clock, do=self._run.do)
+        self._fleet = Fleet(settings)
+        self._commit = Commit(settings)
+        rolls_back = settings.recovery.remedy is Remedy.ROLL_BACK
         self._upkeep = Upkeep(self._run, roster=self._roster, fleet=self._fleet, saving=self._saving, rolls_back=rolls_back)
         self._rejected_in_a_row = 0
         self._opened_s: dict[int, float] = {}
@@ -97,7 +97,7 @@ class Coordinator:
                 return self._receive(event)
             case ev.Started():
                 self._run.phase = RunPhase.COLLECT
-                for _ in range(self.protocol.spares):
+                for _ in range(self.settings.spares):
                     self._roster.start_spare()
             case ev.UpdateRejected():
                 self._reject(event)
@@ -106,17 +106,16 @@ class Coordinator:
                     self._send(place)
             case ev.ShardSummed() | ev.ShardApplied() | ev.ShardCopied():
                 return self._acknowledge(event)
-            case ev.CheckpointWritten() | ev.CheckpointFailed():
+            case ev.CheckpointWritten():
                 self._upkeep.written(event)
             case ev.CheckpointRead():
                 self._upkeep.was_read(event)
             case ev.ResultFetched():
-                if self._run.awaits(RunPhase.FETCH, event.ticket):
-                    self._run.do(act.Finish(version=self.version))
+                if self._run.awaits(RunPhase.FETCH, event.order.ticket):
+                    self._run.do(act.Finish())
             case ev.ProcessDied():
-                self._lose(event.process)
-            case ev.ProcessLate():
-                self._run.do(act.DeclareDead(process=event.process))
+                if event.late:
+                    self._run.do(act.EndProcess(process=event.process))
                 self._lose(event.process)
             case ev.SpareReady():
                 self._roster.is_ready(event.process)
@@ -125,9 +124,8 @@ class Coordinator:
             case ev.WorkerLeaves():
                 self._roster.let_go(event.worker)
             case ev.ServerDied():
-                self._lose_server(event.server)
-            case ev.ServerLate():
-                self._run.do(act.DeclareServerDead(server=event.server))
+                if event.late:
+                    self._run.do(act.EndServer(server=event.server))
                 self._lose_server(event.server)
             case ev.ServerReady():
                 self._fleet.is_ready(event.server)
@@ -137,11 +135,11 @@ class Coordinator:
 
     def _at_work(self, event: ev.OfTask) -> Place | None:
         """The place whose open task this is about; None if it is a duplicate, late, or from a process declared dead."""
-        place = self.places.get(event.worker)
+        task = event.task
+        place = self.places.get(task.worker)
         if place is None or place.status is not Status.BUSY:
             return None
-        named = (event.process, event.round, event.attempt)
-        return place if named == (place.process, place.clock, self.attempt) else None
+        return place if (task.process, task.round, task.attempt) == (place.process, place.clock, self.attempt) else None
 
     def _receive(self, event: ev.ShardReceived) -> bool:
         place = self._at_work(event)
@@ -155,7 +153,7 @@ class Coordinator:
         if place.status is not Status.BUSY or place.process is None:
             return
         holders = self._fleet.holders
-        if all((shard, server) in place.received for shard in range(self.protocol.shards) for server in holders(shard)):
+        if all((shard, server) in place.received for shard in range(self.settings.servers) for server in holders(shard)):
             place.status = Status.PUSHED
             place.pushed_by = place.process
 
@@ -165,25 +163,27 @@ class Coordinator:
             return
         place.status = Status.OUT
         self._rejected_in_a_row += 1
-        self._roster.warn(f"the update of worker {event.worker} in round {event.round} is not applied: {event.reason}")
+        task = event.task
+        self._roster.warn(f"the update of worker {task.worker} in round {task.round} is not applied: {event.reason}")
         if self._rejected_in_a_row >= len(self.places):
-            self._rescue(Cause.NOT_FINITE, f"no worker has a finite loss in round {event.round}; a smaller step may help")
+            self._rescue(Cause.NOT_FINITE, f"no worker has a finite loss in round {task.round}; a smaller step may help")
 
     def _lose(self, process: int) -> None:
         held_a_place = self._roster.lose(process)
         void = self.phase in (RunPhase.READ, RunPhase.RESTART)
-        if held_a_place and self.protocol.recovery.remedy is Remedy.ROLL_BACK and not void:
+        if held_a_place and self.settings.recovery.remedy is Remedy.ROLL_BACK and not void:
             self._run.roll_back = True
 
     def _acknowledge(self, event: ev.ShardSummed | ev.ShardApplied | ev.ShardCopied) -> bool:
         expected = {ev.ShardSummed: RunPhase.SUM, ev.ShardApplied: RunPhase.APPLY, ev.ShardCopied: RunPhase.COPY}[type(event)]
-        if not self._run.awaits(expected, event.ticket):
+        order = event.order
+        if not self._run.awaits(expected, order.ticket):
             return False
         if isinstance(event, ev.ShardCopied):
-            self._upkeep.one_copied(event)
+            self._upkeep.one_copied(event.order)
             return self._upkeep.is_copied
         norm = event.squared_norm if isinstance(event, ev.ShardSummed) else None
-        self._commit.done(event.shard, event.server, squared_norm=norm)
+        self._commit.done(order.shard, order.server, squared_norm=norm)
         return not self._commit.is_awaited
 
     def _lose_server(self, server: int) -> None:
@@ -196,7 +196,7 @@ class Coordinator:
     def _rescue(self, cause: Cause, reason: str) -> None:
         """Stop as soon as the state of the last commit is on disk."""
         if self._run.stopping is None:
-            self._run.stopping = act.Stop(cause=cause, reason=reason, saved=False)
+            self._run.stopping = act.Stop(cause=cause, reason=reason)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -237,13 +237,13 @@ class Coordinator:
         if self._run.roll_back and self._run.stopping is None and not all_done:
             self._upkeep.read()
             return False
-        for place in () if self.protocol.consistency.lockstep else self.places.values():
+        for place in () if self.settings.consistency.lockstep else self.places.values():
             if place.status is Status.OUT:
                 place.reset(place.clock + 1)
         self._roster.drop_leavers()
         self._roster.admit(slowest=self._slowest())
-        if (left := self._roster.num_staying()) < self.protocol.min_workers:
-            few = f"{left} workers are left, fewer than min_workers={self.protocol.min_workers}"
+        if (left := self._roster.num_staying()) < self.settings.min_workers:
+            few = f"{left} workers are left, fewer than min_workers={self.settings.min_workers}"
             self._rescue(Cause.TOO_FEW_WORKERS, few)
         all_done = self._roster.all_done()
         due = self._saving.due(slowest=self._slowest(), workers=len(self.places), last=all_done)
@@ -261,12 +261,12 @@ class Coordinator:
 
     def _open(self) -> None:
         """Begin the next round of every worker that may; none while a new server waits until all are done."""
-        lockstep = self.protocol.consistency.lockstep
+        lockstep = self.settings.consistency.lockstep
         if self._fleet.blank or (lockstep and not self._roster.all_idle()):
             return
         slowest = self._slowest()
-        unmanned = self.protocol.recovery.remedy is not Remedy.SKIP
-        rounds, may_start = self.protocol.rounds, self.protocol.consistency.may_start
+        unmanned = self.settings.recovery.remedy is not Remedy.SKIP
+        rounds, may_start = self.settings.rounds, self.settings.consistency.may_start
         able = [
             place
             for place in self._roster.in_order()
@@ -286,7 +286,7 @@ class Coordinator:
         """Whether the updates that have arrived are applied now."""
         counts = self._roster.counts
         pushed, waiting, out = counts[Status.PUSHED], counts[Status.BUSY], counts[Status.OUT]
-        return pushed > 0 and self.protocol.consistency.closes(pushed=pushed, waiting=waiting, out=out)
+        return pushed > 0 and self.settings.consistency.closes(pushed=pushed, waiting=waiting, out=out)
 
     def _close(self) -> bool:
         """Apply the updates that are ready; returns whether there were any."""
@@ -301,15 +301,15 @@ class Coordinator:
         # In the order of the workers, not of arrival: float addition is not associative, and only a fixed order gives the same
         # bits in every run. Without lockstep each update is a commit of its own, the oldest first: none waits without end.
         pushed = [place for place in self._roster.in_order() if place.status is Status.PUSHED]
-        if not self.protocol.consistency.lockstep:
+        if not self.settings.consistency.lockstep:
             pushed = [min(pushed, key=lambda place: (place.clock, place.worker))]
         self._commit.contributions = tuple(
             Contribution(worker=place.worker, process=place.pushed_by, round=place.clock)
             for place in pushed
             if place.pushed_by is not None
         )
-        if self.protocol.clips:
-            self._run.do_all(self._commit.sums(self._fleet, ticket=self._run.begin(RunPhase.SUM)))
+        if self.settings.clip_norm is not None:
+            self._run.do(*self._commit.sums(self._fleet, ticket=self._run.begin(RunPhase.SUM)))
         else:
             self._apply()
         return True
@@ -317,11 +317,11 @@ class Coordinator:
     def _apply(self) -> None:
         ticket = self._run.begin(RunPhase.APPLY)
         clocks, version = self._clocks_afterwards(), self.version + 1
-        self._run.do_all(self._commit.applies(self._fleet, ticket=ticket, version=version, clocks=clocks))
+        self._run.do(*self._commit.applies(self._fleet, ticket=ticket, version=version, clocks=clocks))
 
     def _clocks_afterwards(self) -> dict[int, int]:
         contributions = self._commit.contributions
-        if self.protocol.consistency.lockstep:
+        if self.settings.consistency.lockstep:
             return dict.fromkeys(self.places, contributions[0].round + 1)
         return dict(self.clocks) | {each.worker: each.round + 1 for each in contributions}
 
@@ -330,7 +330,7 @@ class Coordinator:
         self._rejected_in_a_row = 0
         contributions = self._commit.contributions
         self._saving.round_took(self._run.now_s - self._opened_s[contributions[0].worker])
-        concerned = self.places if self.protocol.consistency.lockstep else {each.worker for each in contributions}
+        concerned = self.places if self.settings.consistency.lockstep else {each.worker for each in contributions}
         for worker, clock in self._clocks_afterwards().items():
             if worker in concerned:
                 self.places[worker].reset(clock)

@@ -1,8 +1,13 @@
-"""What happens to a parameter-server run: all that the coordinator is told. Times are in the events; it has no clock."""
+"""What happens to a parameter-server run: all that the coordinator is told. Times are in the events; it has no clock.
+
+An answer names the task or order that it is about, so that one that comes late is told apart.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from tatami.server import actions as act
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +24,9 @@ class Started(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class OfTask(Event):
-    """Something about the task that `process` was sent as `worker`: its `round`, and the `attempt` since the last roll-back."""
+    """Something about the task that a process was sent."""
 
-    worker: int
-    process: int
-    round: int
-    attempt: int
+    task: act.SendTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,7 @@ class TaskFailed(OfTask):
 class ShardSummed(Event):
     """A server has added up the updates of a commit; `squared_norm` is that of its sum."""
 
-    ticket: int
-    shard: int
-    server: int
+    order: act.SumShard
     squared_norm: float
 
 
@@ -61,40 +61,29 @@ class ShardSummed(Event):
 class ShardApplied(Event):
     """A server has applied a commit to one shard."""
 
-    ticket: int
-    shard: int
-    server: int
+    order: act.ApplyShard
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCopied(Event):
     """A new server holds a copy of a shard."""
 
-    ticket: int
-    shard: int
-    server: int
+    order: act.CopyShard
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
-    """A checkpoint is on disk, whole."""
+    """A checkpoint is on disk, whole; or, for a `problem`, it is not, and the one before is still whole."""
 
-    ticket: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFailed(Event):
-    """A checkpoint could not be written; the one before is still whole."""
-
-    ticket: int
-    reason: str
+    order: act.WriteCheckpoint
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRead(Event):
     """All servers hold the state of a checkpoint: `version`, which may be older than asked, and its `clocks`."""
 
-    ticket: int
+    order: act.ReadCheckpoint
     version: int
     clocks: tuple[tuple[int, int], ...]
 
@@ -103,21 +92,15 @@ class CheckpointRead(Event):
 class ResultFetched(Event):
     """The parameters of all shards are out of the servers."""
 
-    ticket: int
+    order: act.FetchResult
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessDied(Event):
-    """The process of a worker or a spare is gone."""
+    """The process of a worker or a spare is gone; `late`: it has missed its heartbeat, as it hangs or is cut off."""
 
     process: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessLate(Event):
-    """The process of a worker or a spare has missed its heartbeat: hung, or cut off."""
-
-    process: int
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +124,10 @@ class WorkerLeaves(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDied(Event):
-    """The process of a server is gone, or did not come up."""
+    """The process of a server is gone, did not come up, or, if `late`, has missed its heartbeat."""
 
     server: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerLate(Event):
-    """The process of a server has missed its heartbeat."""
-
-    server: int
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

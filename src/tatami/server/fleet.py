@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from tatami.server import actions as act
 from tatami.server.actions import Contribution
-from tatami.server.protocol import Protocol
+from tatami.server.run_settings import RunSettings
 
 
 class Fleet:
@@ -18,15 +18,15 @@ class Fleet:
         blank: up, and without the state of the run.
     """
 
-    def __init__(self, protocol: Protocol) -> None:
-        self._protocol = protocol
-        self.whole = set(range(protocol.servers))
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self.whole = set(range(settings.servers))
         self.starting: set[int] = set()
         self.blank: set[int] = set()
 
     def holders(self, shard: int) -> tuple[int, ...]:
         """The servers that hold this shard now, first the one it belongs to."""
-        return tuple(server for server in self._protocol.holders(shard) if server in self.whole)
+        return tuple(server for server in self._settings.holders(shard) if server in self.whole)
 
     def lose(self, server: int) -> bool:
         """Note that a server is gone; returns whether it was there."""
@@ -48,22 +48,21 @@ class Fleet:
             self.whole.add(server)
 
     def gone(self) -> tuple[int, ...]:
-        return tuple(sorted(set(range(self._protocol.servers)) - self.whole - self.starting - self.blank))
+        return tuple(sorted(set(range(self._settings.servers)) - self.whole - self.starting - self.blank))
 
     def up(self) -> tuple[int, ...]:
         return tuple(sorted(self.whole | self.blank))
 
     def lost_shards(self) -> tuple[int, ...]:
         """Shards of which no copy is left."""
-        return tuple(shard for shard in range(self._protocol.shards) if not self.holders(shard))
+        return tuple(shard for shard in range(self._settings.servers) if not self.holders(shard))
 
     def copies_due(self) -> tuple[tuple[int, int, int], ...]:
         """(shard, from, to): the copies that empty servers need to be whole; none of shards that no server holds."""
         return tuple(
             (shard, self.holders(shard)[0], server)
-            for server in sorted(self.blank)
-            for shard in range(self._protocol.shards)
-            if server in self._protocol.holders(shard) and self.holders(shard)
+            for shard, server in self._settings.copies
+            if server in self.blank and self.holders(shard)
         )
 
 
@@ -74,8 +73,8 @@ class Commit:
         contributions: empty where nothing is under way.
     """
 
-    def __init__(self, protocol: Protocol) -> None:
-        self._protocol = protocol
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
         self.contributions: tuple[Contribution, ...] = ()
         self._awaited: set[tuple[int, int]] = set()
         self._squared_norms: dict[int, float] = {}
@@ -87,7 +86,7 @@ class Commit:
 
     def applies(self, fleet: Fleet, *, ticket: int, version: int, clocks: Mapping[int, int]) -> Iterator[act.ApplyShard]:
         """Args: version: of the parameters afterwards; clocks: of the workers afterwards."""
-        norm = sum(norm for _, norm in sorted(self._squared_norms.items())) if self._protocol.clips else None
+        norm = sum(norm for _, norm in sorted(self._squared_norms.items())) if self._settings.clip_norm is not None else None
         for shard, server in self._everywhere(fleet):
             yield act.ApplyShard(
                 ticket=ticket,
@@ -100,7 +99,7 @@ class Commit:
             )
 
     def _everywhere(self, fleet: Fleet) -> list[tuple[int, int]]:
-        places = [(shard, server) for shard in range(self._protocol.shards) for server in fleet.holders(shard)]
+        places = [(shard, server) for shard, server in self._settings.copies if server in fleet.whole]
         self._awaited = set(places)
         return places
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tatami.errors import warn
-from tatami.report.server_run import Failure, RunReport, with_costs
+from tatami.report.server_run import Failure, RunReport, report_of
 from tatami.server.actions import Contribution
 from tatami.server.worker_process import TaskOutcome
 
@@ -31,21 +32,17 @@ class Ledger:
     """
 
     def __init__(self, *, recovery: str, start: int, sinks: Sequence[Sink] = ()) -> None:
-        self._startup_s = 0.0
-        self._reached_s: list[float] = []
         self.failures: list[Failure] = []
         self._recovery = recovery
-        self._start = start
+        self._start = self._reached = start
         self._sinks = tuple(sinks)
+        self._records: list[dict[str, Any]] = []
         self._outcomes: dict[tuple[int, int], TaskOutcome] = {}
-        self._losses: dict[int, float] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}
-        self._warnings: list[str] = []
+        self._applied: dict[int, dict[str, Any]] = {}
 
-    def began(self, *, startup_s: float) -> None:
+    def began(self, *, workers: int, startup_s: float) -> None:
         """Note that the first round begins, at 0 s, after a start of `startup_s`."""
-        self._startup_s = startup_s
-        self._reached_s.append(0.0)
+        self._records.append({"event": "begun", "workers": workers, "startup_s": startup_s})
 
     def worked(self, *, worker: int, round: int, outcome: TaskOutcome) -> None:
         """Note how a task ended."""
@@ -55,17 +52,15 @@ class Ledger:
         """Note which updates are being added up for this version."""
         parts = [self._outcomes[each.worker, each.round] for each in contributions]
         samples = sum(part.samples for part in parts)
-        self._sizes[version] = len(parts), samples
-        self._losses[version] = sum(part.loss * part.samples for part in parts) / max(1, samples)
+        loss = sum(part.loss * part.samples for part in parts) / max(1, samples)
+        self._applied[version] = {"loss": loss, "updates": len(parts), "samples": samples}
 
     def reached(self, version: int, *, at_s: float) -> bool:
         """Note that a version was reached; returns whether for the first time."""
-        if len(self._reached_s) > version - self._start:
+        if version <= self._reached:
             return False
-        self._reached_s.append(at_s)
-        updates, samples = self._sizes[version]
-        values = {"at_s": at_s, "loss": self._losses[version], "updates": updates, "samples": samples}
-        self._write("round", iteration=version, values=values)
+        self._reached = version
+        self._write("round", iteration=version, values={"at_s": at_s, **self._applied[version]})
         return True
 
     def failed(self, failure: Failure) -> None:
@@ -76,11 +71,11 @@ class Ledger:
 
     def warn(self, message: str, *, version: int) -> None:
         """Tell the user, and go on."""
-        self._warnings.append(message)
         self._write("warning", iteration=version, values={"message": message})
         warn(message)
 
     def _write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
+        self._records.append({"event": event, "iteration": iteration, **values})
         for sink in self._sinks:
             sink.write(event, iteration=iteration, values=values)
 
@@ -90,15 +85,4 @@ class Ledger:
 
     def report(self, *, workers: int) -> RunReport:
         """The report of the run so far."""
-        return with_costs(
-            RunReport(
-                recovery=self._recovery,
-                start=self._start,
-                reached_s=tuple(self._reached_s),
-                losses=tuple(self._losses[version] for version in sorted(self._losses) if version > self._start),
-                failures=tuple(self.failures),
-                warnings=tuple(self._warnings),
-                workers=workers,
-                startup_s=self._startup_s,
-            )
-        )
+        return replace(report_of(self._records, recovery=self._recovery, start=self._start), workers=workers)

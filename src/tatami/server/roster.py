@@ -9,8 +9,8 @@ from enum import Enum
 
 from tatami.server import actions as act
 from tatami.server.actions import Action
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
+from tatami.server.run_settings import RunSettings
 
 
 class Status(Enum):
@@ -99,19 +99,19 @@ class Roster:
         counts: of the places, by status.
     """
 
-    def __init__(self, protocol: Protocol, *, clocks: Mapping[int, int], slowest: int, do: Callable[[Action], None]) -> None:
-        self._protocol = protocol
+    def __init__(self, settings: RunSettings, *, clocks: Mapping[int, int], slowest: int, do: Callable[[Action], None]) -> None:
+        self._settings = settings
         self._do = do
         self.counts: Counter[Status] = Counter()
         self.places = {
             worker: Place(worker=worker, process=worker, clock=clocks.get(worker, slowest), counts=self.counts)
-            for worker in range(protocol.workers)
+            for worker in range(settings.workers)
         }
         self.ready: list[int] = []
         self.starting: set[int] = set()
-        self.restarts_left = protocol.restarts
-        self._next_process = protocol.workers
-        self._next_worker = protocol.workers
+        self.restarts_left = settings.restarts
+        self._next_process = settings.workers
+        self._next_worker = settings.workers
         self._joins = 0
 
     # -- processes ------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Roster:
             place.process = None
             if place.status is Status.BUSY:
                 place.received = set()
-                if self._protocol.recovery.remedy is Remedy.SKIP:
+                if self._settings.recovery.remedy is Remedy.SKIP:
                     place.status = Status.OUT
         return bool(held)
 
@@ -152,7 +152,7 @@ class Roster:
         Returns:
             The places that a process has taken over in the middle of a round: they must be sent their task.
         """
-        vacant = [place for _, place in sorted(self.places.items()) if place.is_vacant(rounds=self._protocol.rounds)]
+        vacant = [place for _, place in sorted(self.places.items()) if place.is_vacant(rounds=self._settings.rounds)]
         taken = []
         while vacant and self.ready:
             place = vacant.pop(0)
@@ -161,7 +161,7 @@ class Roster:
                 taken.append(place)
         if is_over:
             return tuple(taken)
-        wanted = len(vacant) + self._joins + self._protocol.spares
+        wanted = len(vacant) + self._joins + self._settings.spares
         while len(self.ready) + len(self.starting) < wanted and self.restarts_left > 0:
             self.restarts_left -= 1
             self.start_spare()
@@ -182,8 +182,8 @@ class Roster:
         place = self.places.get(worker)
         if place is None or place.leaving:
             self.warn(f"there is no worker {worker} that could leave; there are {sorted(self.places)}")
-        elif self.num_staying() <= self._protocol.min_workers:
-            self.warn(f"worker {worker} stays: with fewer than min_workers={self._protocol.min_workers} the run would stop")
+        elif self.num_staying() <= self._settings.min_workers:
+            self.warn(f"worker {worker} stays: with fewer than min_workers={self._settings.min_workers} the run would stop")
         else:
             place.leaving = True
 
@@ -191,13 +191,13 @@ class Roster:
         for worker, place in list(self.places.items()):
             if place.leaving and place.status is Status.IDLE:
                 if place.process is not None:
-                    self._do(act.Retire(worker=worker, process=place.process))
+                    self._do(act.EndProcess(process=place.process))
                 place.vanish()
                 del self.places[worker]
 
     def admit(self, *, slowest: int) -> None:
         """Give the processes that join new places."""
-        while self._joins and self.ready and (not self._protocol.consistency.lockstep or self.all_idle()):
+        while self._joins and self.ready and (not self._settings.consistency.lockstep or self.all_idle()):
             self._joins -= 1
             worker = self._next_worker  # never a number that was used before: updates are told apart by it
             self._next_worker += 1
@@ -229,7 +229,7 @@ class Roster:
         return min((place.clock for place in self.places.values() if not place.leaving), default=default)
 
     def all_done(self) -> bool:
-        return bool(self.places) and all(place.clock >= self._protocol.rounds for place in self.places.values())
+        return bool(self.places) and all(place.clock >= self._settings.rounds for place in self.places.values())
 
     def warn(self, message: str) -> None:
         self._do(act.Warn(message=message))

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
 from tatami.engine.crew import Crew, Member
+from tatami.engine.silence import RunClock
 from tatami.report.server_run import Failure, RunReport, RunStatus
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
 from tatami.server.ledger import Ledger
-from tatami.server.protocol import Protocol
 
 
-class RunControl:
-    """A run, as `on_round` is given it after every commit. Not for other threads.
+class RunControl(ABC):
+    """A run, as `on_round` is given it after every commit. Not for other threads."""
 
-    Args:
-        coordinator: decides.
-        protocol: sends what it orders.
-        ledger: counts rounds and failures.
-        workers, servers: the processes.
-        now_s: seconds since the start of the run.
-        tell: takes an event to the coordinator, and carries out what it orders.
-    """
+    coordinator: Coordinator
+    _ledger: Ledger
+    _workers: Crew[int]
+    _servers: Crew[int]
+    _clock: RunClock
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        *,
-        protocol: Protocol,
-        ledger: Ledger,
-        workers: Crew,
-        servers: Crew,
-        now_s: Callable[[], float],
-        tell: Callable[[ev.Event], None],
-    ) -> None:
-        self.coordinator = coordinator
-        self.protocol = protocol
-        self._ledger = ledger
-        self._workers = workers
-        self._servers = servers
-        self._now_s = now_s
-        self._tell = tell
+    @abstractmethod
+    def _tell(self, event: ev.Event) -> None:
+        """Hand an event to the coordinator, and carry out what it orders."""
 
     @property
     def version(self) -> int:
@@ -72,7 +54,7 @@ class RunControl:
         span_s = recent[-1] - recent[0] if len(recent) > 1 else 0.0
         return RunStatus(
             round=min((clock for _, clock in self.coordinator.clocks), default=0),
-            rounds=self.protocol.rounds,
+            rounds=self.coordinator.settings.rounds,
             commits_per_s=(len(recent) - 1) / span_s if span_s > 0 else 0.0,
             workers=len(self.holders()),
             spares=self.coordinator.num_spares,
@@ -88,11 +70,11 @@ class RunControl:
 
     def add_worker(self) -> None:
         """Have one worker more, from the round after its process is up."""
-        self._tell(ev.WorkerJoins(at_s=self._now_s()))
+        self._tell(ev.WorkerJoins(at_s=self._clock.now_s()))
 
     def remove_worker(self, worker: int) -> None:
         """Let a worker go after its round."""
-        self._tell(ev.WorkerLeaves(at_s=self._now_s(), worker=worker))
+        self._tell(ev.WorkerLeaves(at_s=self._clock.now_s(), worker=worker))
 
     def _named(self) -> dict[str, Member]:
         names = {process: f"worker {worker}" for worker, process in self.holders().items()}

@@ -11,17 +11,15 @@ from typing import Any
 
 from tatami.checkpoints.files import seal, unseal
 from tatami.errors import CheckpointError, InputError
-from tatami.inputs import check_seed
+from tatami.inputs import check_at_least, check_seed
 from tatami.outputs import write_text
 from tatami.server.consistency import ASP, BSP, SSP, AbstractConsistency, Backup
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam
-from tatami.server.protocol import DEFAULT_RESTARTS, Protocol
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 
 RUN_FILE = "run.json"
 HEARTBEAT_S = 2.0
-MOST_PROCESSES = 4096
-"""One process here keeps them all."""
+DEFAULT_RESTARTS = 8
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (ASP, BSP, SSP, Backup, SGD, Adam, Checkpoint, FromServers, Ignore)}
 
 
@@ -29,17 +27,19 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (ASP, BSP, SSP, Backu
 class RunSettings:
     """A training run's numbers and policies: what `tatami.server.train` takes, the command line builds, and `resume` reads.
 
+    The coordinator runs by the same settings, also in a simulation, where those that only processes need are not used.
+
     Attributes:
         rounds: each on `batch_size` samples, which the workers divide among them.
         workers: processes that compute.
-        servers: processes that hold the parameters.
+        servers: processes that hold the parameters, in as many shards; shard k belongs to server k.
         spares: processes that stand by; `restarts` further ones may be started to keep up their number, and that of servers.
         batch_size: samples of a round.
         optimizer: runs on the servers.
         clip_norm: the longest gradient, over all parameters; None does not shorten gradients.
         recovery: what is done about a dead worker.
         consistency: how far workers may drift apart.
-        replicas: on how many servers each shard lies.
+        replicas: on how many servers each shard is kept: its own, and those after it.
         restarts: see `spares`.
         min_workers: with fewer the run stops.
         speeds: of the workers, relative, for unequal shares; of a cluster, `tuple(cluster.speeds.values())`.
@@ -72,14 +72,21 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        processes = self.workers + self.servers + self.spares
-        if processes > MOST_PROCESSES:
-            raise InputError(
-                f"{self.workers} workers, {self.servers} servers and {self.spares} spares are {processes} processes; "
-                f"a run has at most {MOST_PROCESSES}"
-            )
+        check_at_least(0, rounds=self.rounds, spares=self.spares, restarts=self.restarts)
+        check_at_least(1, workers=self.workers, servers=self.servers, min_workers=self.min_workers, replicas=self.replicas)
         if self.batch_size < 1:
             raise InputError(f"batch_size must be at least 1 sample, not {self.batch_size}")
+        if self.save_every is not None and self.save_every < 1:
+            raise InputError(f"save_every must be at least 1 round, not {self.save_every}")
+        if self.replicas > self.servers:
+            raise InputError(
+                f"replicas={self.replicas}, but there are only {self.servers} servers: each copy of a shard needs its own. "
+                f"Start {self.replicas} servers or more, or ask for fewer replicas"
+            )
+        if self.min_workers > self.workers:
+            raise InputError(
+                f"min_workers={self.min_workers} is more than the {self.workers} workers that there are to begin with"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(f"clip_norm must be > 0, not {self.clip_norm}")
         if not (math.isfinite(self.heartbeat_s) and self.heartbeat_s > 0):
@@ -89,22 +96,19 @@ class RunSettings:
         if not all(math.isfinite(value) and value > 0 for value in self.speeds):
             raise InputError(f"speeds must be finite and > 0, not {list(self.speeds)}")
 
-    def protocol(self) -> Protocol:
-        """The terms that the coordinator runs by. Raises as `Protocol`."""
-        return Protocol(
-            rounds=self.rounds,
-            workers=self.workers,
-            servers=self.servers,
-            shards=self.servers,
-            spares=self.spares,
-            restarts=self.restarts,
-            min_workers=self.min_workers,
-            replicas=self.replicas,
-            consistency=self.consistency,
-            recovery=self.recovery,
-            clips=self.clip_norm is not None,
-            save_every=self.save_every,
-        )
+    def holders(self, shard: int) -> tuple[int, ...]:
+        """The servers that keep this shard, first the one it belongs to."""
+        return tuple((shard + copy) % self.servers for copy in range(self.replicas))
+
+    @property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """(shard, server) for every copy of every shard."""
+        return tuple((shard, server) for shard in range(self.servers) for server in self.holders(shard))
+
+    def partners(self, server: int) -> tuple[int, ...]:
+        """The servers that hold copies of the same shards as this one; they should be on other nodes."""
+        together = {other for shard, held_by in self.copies if held_by == server for other in self.holders(shard)}
+        return tuple(sorted(together - {server}))
 
     def record(self) -> dict[str, Any]:
         """The settings as JSON keeps them."""

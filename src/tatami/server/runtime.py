@@ -13,7 +13,7 @@ from tatami.engine.crew import Crew, Member
 from tatami.engine.nodes import Nodes
 from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.engine.ray_watch import RayWatch
-from tatami.engine.run_loop import RunLoop
+from tatami.engine.run_loop import AbstractRun
 from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingError
 from tatami.report.server_run import Failure, RunReport
 from tatami.server import actions as act
@@ -31,72 +31,47 @@ from tatami.server.storage import Published, Storage
 from tatami.server.witness import Witness, aftermath
 from tatami.server.worker_process import TaskOutcome, WorkerProcess, packed
 
-_TICK_S = 0.05
 _START_AGAIN = 6
 """Processes that end before the first round, as their node was dying, are started again elsewhere, so many in all."""
 
 
-class Runtime:
-    """One run: it carries out what the coordinator orders, and tells the coordinator what followed.
-
-    Attributes:
-        control: what `on_round` is given.
-    """
+class Runtime(AbstractRun[ev.Event, act.Action], RunControl):
+    """One run: it carries out what the coordinator orders, and tells the coordinator what followed."""
 
     def __init__(
         self, coordinator: Coordinator, *, terms: Terms, context: RunContext, watch: RayWatch, witness: Witness
     ) -> None:
+        settings = terms.settings
+        super().__init__(
+            coordinator.handle,
+            clock=context.clock,
+            watch=watch,
+            nodes=Nodes(now_s=context.clock.now_s),
+            heartbeat_s=settings.heartbeat_s,
+            pool=context.pool,
+            tick_s=0.05,
+        )
         self.coordinator = coordinator
-        self.protocol = terms.protocol
+        self._settings = settings
         self._terms = terms
         self._context = context
-        self._clock = context.clock
-        self._watch = watch
         self._witness = witness
         sinks: list[Sink] = [witness] if context.records is None else [witness, context.records]
-        self._ledger = Ledger(recovery=self.protocol.recovery.name, start=coordinator.version, sinks=sinks)
+        self._ledger = Ledger(recovery=settings.recovery.name, start=coordinator.version, sinks=sinks)
         self._pickled_spec, self._data = ray.put(terms.pickled_spec), ray.put(packed(terms.data))
-        self._zero_s = self._clock.now_s()
-        self._nodes = Nodes(now_s=self._clock.now_s)
         self._starts_left = _START_AGAIN
-        self._loop = RunLoop(clock=self._clock, watch=watch, tick_s=_TICK_S)
-        self._calls = self._loop.calls
-        self._workers, self._servers = self._loop.crews = [
-            Crew(
-                process,
-                calls=self._calls,
-                nodes=self._nodes,
-                now_s=self._now_s,
-                listening=self._loop.listening,
-                heartbeat_s=terms.heartbeat_s,
-                pool=context.pool,
-                on_up=up,
-                on_gone=gone,
-            )
-            for process, up, gone in (
-                (WorkerProcess, self._worker_up, self._worker_gone),
-                (ServerProcess, self._server_up, self._server_gone),
-            )
-        ]
-        self._published: Published = {shard: {} for shard in range(self.protocol.shards)}
+        self._workers = Crew(WorkerProcess, self._crew_terms, on_up=self._worker_up, on_gone=self._worker_gone)
+        self._servers = Crew(ServerProcess, self._crew_terms, on_up=self._server_up, on_gone=self._server_gone)
+        self._published: Published = {shard: {} for shard in range(settings.servers)}
         self._storage = Storage(
             terms,
             servers=self._servers,
             calls=self._calls,
             published=self._published,
-            now_s=self._now_s,
+            now_s=self._clock.now_s,
             tell=self._tell,
             at_the_disk=watch.elsewhere,
             warn=self._warn,
-        )
-        self.control = RunControl(
-            coordinator,
-            protocol=self.protocol,
-            ledger=self._ledger,
-            workers=self._workers,
-            servers=self._servers,
-            now_s=self._now_s,
-            tell=self._tell,
         )
         self._met: dict[int, dict[int, Any]] = {}
         self._end: act.Finish | act.Stop | None = None
@@ -111,56 +86,49 @@ class Runtime:
             InputError: what the user's functions give cannot be trained.
         """
         try:
-            self._start()
-            while self._end is None:
-                self._wait()
+            self._play()
         finally:
             self._published.clear()
-            self._loop.end()
         if isinstance(self._end, act.Stop):
             raise self._error(self._end)
         assert self._storage.result is not None
-        return self._storage.result, self.control.report()
+        return self._storage.result, self.report()
 
-    def _start(self) -> None:
-        began_s = self._zero_s
-        for server in range(self.protocol.servers):
+    def _begin(self) -> None:
+        settings = self._settings
+        for server in range(settings.servers):
             self._start_server(server)
-        for process in range(self.protocol.workers):
+        for process in range(settings.workers):
             self._start_worker(process)
         while not self._is_all_up():
-            self._wait()
-        if self.protocol.replicas > 1:
+            self._turn()
+        if settings.replicas > 1:
             self._see_whether_apart()
-        self._zero_s = self._clock.now_s()
-        startup_s = self._zero_s - began_s
-        self._ledger.began(startup_s=startup_s)
-        self._witness.begun(workers=self.protocol.workers, startup_s=startup_s)
-        for crew in (self._workers, self._servers):
+        self._clock.first_step()
+        for writes in (self._ledger, self._witness):
+            writes.began(workers=settings.workers, startup_s=self._clock.startup_s)
+        for crew in self._crews:
             crew.restart_clocks()
         self._tell(ev.Started(at_s=0.0))
 
     def _is_all_up(self) -> bool:
-        are_ready = all(member.is_ready for crew in (self._workers, self._servers) for member in crew.members.values())
-        shards = range(self.protocol.shards)
-        return are_ready and all(
-            server in self._published[shard] for shard in shards for server in self.protocol.holders(shard)
-        )
+        are_ready = all(member.is_ready for crew in self._crews for member in crew.members.values())
+        return are_ready and all(server in self._published[shard] for shard, server in self._settings.copies)
 
-    def _wait(self) -> None:
-        self._loop.step(is_over=lambda: self._end is not None, stopped=self._stopped)
+    @property
+    def _crews(self) -> tuple[Crew[int], ...]:
+        return self._workers, self._servers
+
+    def _is_over(self) -> bool:
+        return self._end is not None
 
     def _tell(self, event: ev.Event) -> None:
         before = self.coordinator.version
-        for action in self.coordinator.handle(event):
-            self._carry_out(action)
+        super()._tell(event)
         version = self.coordinator.version
-        if version > before and self._ledger.reached(version, at_s=self._now_s()) and self._context.on_round is not None:
+        if version > before and self._ledger.reached(version, at_s=self._clock.now_s()) and self._context.on_round is not None:
             with self._watch.elsewhere():
-                self._context.on_round(self.control)
-
-    def _now_s(self) -> float:
-        return self._clock.now_s() - self._zero_s
+                self._context.on_round(self)
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -172,9 +140,9 @@ class Runtime:
                 self._start_worker(action.process)
             case act.StartServer():
                 self._start_server(action.server)
-            case act.DeclareDead() | act.Retire():
+            case act.EndProcess():
                 self._workers.kill(action.process)
-            case act.DeclareServerDead():
+            case act.EndServer():
                 self._servers.kill(action.server)
             case act.SumShard():
                 if (server := self._servers.get(action.server)) is not None:
@@ -200,7 +168,7 @@ class Runtime:
         worker = self._workers.get(task.process)
         if worker is None:
             return  # its watch reports that
-        pulls = [list(self._published[shard].values()) for shard in range(self.protocol.shards)]
+        pulls = [list(self._published[shard].values()) for shard in range(self._settings.servers)]
         servers = {number: member.actor for number, member in self._servers.members.items()}
         if self._met.get(task.process) != servers:
             worker.meet.remote(servers)  # not with each task: an actor is slow to pack
@@ -210,31 +178,27 @@ class Runtime:
     def _worked(self, task: act.SendTask, outcome: TaskOutcome) -> None:
         if task.process not in self._workers.members:
             return  # declared dead meanwhile
-        now_s = self._now_s()
-        names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
+        at_s = self._clock.now_s()
         self._ledger.worked(worker=task.worker, round=task.round, outcome=outcome)
         if not outcome.pulled:
-            self._tell(ev.TaskFailed(at_s=now_s, **names))
+            self._tell(ev.TaskFailed(at_s=at_s, task=task))
         elif not np.isfinite(outcome.loss):
-            self._tell(ev.UpdateRejected(at_s=now_s, reason=f"its loss is {outcome.loss}", **names))
+            self._tell(ev.UpdateRejected(at_s=at_s, task=task, reason=f"its loss is {outcome.loss}"))
         for shard, server in outcome.received:
-            self._tell(ev.ShardReceived(at_s=now_s, shard=shard, server=server, **names))
-        if outcome.pulled and np.isfinite(outcome.loss) and len(outcome.received) < self._num_due(task):
+            self._tell(ev.ShardReceived(at_s=at_s, task=task, shard=shard, server=server))
+        num_due = sum(server in task.servers for _, server in self._settings.copies)
+        if outcome.pulled and np.isfinite(outcome.loss) and len(outcome.received) < num_due:
             # A server has not answered. If it is dead, that has been told by now or will be; if it was slow, do it again:
             # where the update is whole without that server, the coordinator takes no notice of this.
-            self._tell(ev.TaskFailed(at_s=now_s, **names))
-
-    def _num_due(self, task: act.SendTask) -> int:
-        return sum(server in task.servers for shard in range(self.protocol.shards) for server in self.protocol.holders(shard))
+            self._tell(ev.TaskFailed(at_s=at_s, task=task))
 
     def _summed(self, order: act.SumShard, squared_norm: float) -> None:
-        where = {"ticket": order.ticket, "shard": order.shard, "server": order.server}
-        self._tell(ev.ShardSummed(at_s=self._now_s(), squared_norm=squared_norm, **where))
+        self._tell(ev.ShardSummed(at_s=self._clock.now_s(), order=order, squared_norm=squared_norm))
 
     def _applied(self, order: act.ApplyShard, published: list[Any]) -> None:
         if order.server in self._servers.members:
             self._published[order.shard][order.server] = published[0]
-        self._tell(ev.ShardApplied(at_s=self._now_s(), ticket=order.ticket, shard=order.shard, server=order.server))
+        self._tell(ev.ShardApplied(at_s=self._clock.now_s(), order=order))
 
     def _warn(self, message: str) -> None:
         self._ledger.warn(message, version=self.coordinator.version)
@@ -247,44 +211,43 @@ class Runtime:
 
     def _worker_up(self, process: int, member: Member) -> None:
         assert member.identity is not None
-        if member.identity.model != self._terms.signature:
+        if member.identity.model != self._terms.facts["model"]:
             raise ModelError(
                 f"model_fn gives another model in worker process {process} than here; there: {member.identity.model}; "
-                f"here: {self._terms.signature}. It must not depend on chance or on the machine"
+                f"here: {self._terms.facts['model']}. It must not depend on chance or on the machine"
             )
         if self.coordinator.phase is not RunPhase.STARTING:
-            self._tell(ev.SpareReady(at_s=self._now_s(), process=process))
+            self._tell(ev.SpareReady(at_s=self._clock.now_s(), process=process))
 
     def _worker_gone(self, process: int, member: Member, late: bool) -> None:
         if self.coordinator.phase is RunPhase.STARTING:
             self._begin_again(self._workers, process, start=self._start_worker, late=late)
             return
-        holder = next((worker for worker, held_by in self.control.holders().items() if held_by == process), None)
+        holder = next((worker for worker, held_by in self.holders().items() if held_by == process), None)
         self._note_failure(f"spare {process}" if holder is None else f"worker {holder}", process, member, late=late)
-        event = ev.ProcessLate if late else ev.ProcessDied
-        self._tell(event(at_s=self._now_s(), process=process))
+        self._tell(ev.ProcessDied(at_s=self._clock.now_s(), process=process, late=late))
 
     def _start_server(self, server: int) -> None:
-        terms = self._terms
+        terms, settings = self._terms, self._settings
         numbers = self._shards_of(server)
-        stretches = cut(len(terms.first), shards=self.protocol.shards)
+        stretches = cut(len(terms.first), shards=settings.servers)
         first = [terms.first[stretches[shard]] for shard in numbers]
         # What is given by value goes through this process, once for each worker.
-        most_bytes = MESSAGE_BYTES // self.protocol.workers
-        names = {"clip_norm": terms.clip_norm, "whole_batch": terms.whole_batch, "most_bytes": most_bytes}
+        most_bytes = MESSAGE_BYTES // settings.workers
+        names = {"clip_norm": settings.clip_norm, "whole_batch": terms.whole_batch, "most_bytes": most_bytes}
 
         def employ(actor: Any) -> Any:
-            employed = actor.employ.remote(numbers, terms.optimizer, *first, **names)
+            employed = actor.employ.remote(numbers, settings.optimizer, *first, **names)
             if terms.snapshots is not None:
                 for shard in numbers:
                     actor.load.remote(shard, terms.snapshots[shard], attempt=0, clocks=self.coordinator.clocks)
             return employed
 
-        self._servers.start(server, employ=employ, apart_from=self.protocol.partners(server))
+        self._servers.start(server, employ=employ, apart_from=settings.partners(server))
 
     def _server_up(self, server: int, member: Member) -> None:
         if self.coordinator.phase is not RunPhase.STARTING:
-            self._tell(ev.ServerReady(at_s=self._now_s(), server=server))
+            self._tell(ev.ServerReady(at_s=self._clock.now_s(), server=server))
             return
 
         def publish(shard: int, published: list[Any]) -> None:
@@ -295,7 +258,7 @@ class Runtime:
             self._calls.add(member.actor.parameters.remote(shard), done=partial(publish, shard))
 
     def _shards_of(self, server: int) -> list[int]:
-        return [shard for shard in range(self.protocol.shards) if server in self.protocol.holders(shard)]
+        return [shard for shard, held_by in self._settings.copies if held_by == server]
 
     def _server_gone(self, server: int, member: Member, late: bool) -> None:
         for published in self._published.values():
@@ -304,14 +267,13 @@ class Runtime:
             self._begin_again(self._servers, server, start=self._start_server, late=late)
             return
         self._note_failure(f"server {server}", server, member, late=late)
-        event = ev.ServerLate if late else ev.ServerDied
-        self._tell(event(at_s=self._now_s(), server=server))
+        self._tell(ev.ServerDied(at_s=self._clock.now_s(), server=server, late=late))
 
-    def _begin_again(self, crew: Crew, number: int, *, start: Callable[[int], None], late: bool) -> None:
+    def _begin_again(self, crew: Crew[int], number: int, *, start: Callable[[int], None], late: bool) -> None:
         """Start a process again that ended before the first round: nothing has been computed yet that could be lost."""
         limit_s = crew.signs()[number].limit_s if late and not crew.members[number].is_ready else None
         crew.kill(number)
-        if limit_s is not None and len(self._nodes.alive()) < 2:
+        if limit_s is not None and len(self._crew_terms.nodes.alive()) < 2:
             raise TrainingError(
                 f"{'server' if crew is self._servers else 'worker process'} {number} was not up {limit_s:.0f} s after it was "
                 "started; is the machine that busy, or does model_fn take so long?"
@@ -324,7 +286,7 @@ class Runtime:
         start(number)
 
     def _note_failure(self, who: str, number: int, member: Member, *, late: bool) -> None:
-        now_s = self._now_s()
+        now_s = self._clock.now_s()
         self._ledger.failed(
             Failure(
                 at_s=now_s,
@@ -339,16 +301,16 @@ class Runtime:
     def _see_whether_apart(self) -> None:
         """Warn where one node holds all copies of a shard although there are other nodes."""
         nodes = {number: member.node for number, member in self._servers.members.items()}
-        num_nodes = len(self._nodes.alive())
+        num_nodes = len(self._crew_terms.nodes.alive())
         if num_nodes < 2:
             return
-        for shard in range(self.protocol.shards):
-            holders = self.protocol.holders(shard)
+        for shard in range(self._settings.servers):
+            holders = self._settings.holders(shard)
             if len({nodes[server] for server in holders}) == 1:
                 names = " and ".join(f"server {server}" for server in holders)
                 self._warn(
                     f"all copies of shard {shard} ({names}) are on one of the {num_nodes} nodes; "
-                    f"with {self.protocol.servers} servers they cannot all be apart: take a multiple of the number of nodes"
+                    f"with {self._settings.servers} servers they cannot all be apart: take a multiple of the number of nodes"
                 )
 
     def _error(self, stop: act.Stop) -> Exception:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tatami.server.optimizers import AbstractOptimizer, Vector
-from tatami.server.protocol import Protocol
+from tatami.server.optimizers import Vector
 from tatami.server.recovery import Checkpoint, Remedy
+from tatami.server.run_settings import RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Saving:
         clock: rounds done by the slowest worker when it was written, or last tried to be.
     """
 
-    def __init__(self, protocol: Protocol, *, saved: Saved | None) -> None:
-        self._protocol = protocol
+    def __init__(self, settings: RunSettings, *, saved: Saved | None) -> None:
+        self._settings = settings
         self.saved = saved
         self.clock = 0 if saved is None else saved.slowest
         self._num_rounds, self._rounds_s = 0, 0.0
@@ -51,8 +51,8 @@ class Saving:
         """Whether one is to be written before anything else is applied; `last` is whether no round will follow."""
         if not workers:
             return False
-        recovery = self._protocol.recovery
-        interval = self._protocol.save_every
+        recovery = self._settings.recovery
+        interval = self._settings.save_every
         if isinstance(recovery, Checkpoint):
             if self.saved is None:
                 return True
@@ -66,7 +66,7 @@ class Saving:
     @property
     def is_vital(self) -> bool:
         """Whether the run cannot begin without a first checkpoint."""
-        return self._protocol.recovery.remedy is Remedy.ROLL_BACK and self.saved is None
+        return self._settings.recovery.remedy is Remedy.ROLL_BACK and self.saved is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +74,20 @@ class Terms:
     """What the processes and the disk must know of a run.
 
     Attributes:
+        settings: of the run.
         pickled_spec: a `WorkerSpec`, for the workers.
         data: the data set, for the workers.
         first: all parameters at the start, (elements,).
         snapshots: of each shard, where the run goes on from a checkpoint.
-        facts: kept in each checkpoint, to tell whether it is of this run.
+        whole_batch: samples by which an update that is applied alone is divided; None where all of a round are.
+        facts: kept in each checkpoint, to tell whether it is of this run; "model" is the signature of the model.
     """
 
-    protocol: Protocol
+    settings: RunSettings
     pickled_spec: bytes
     data: Any
     first: Vector
-    signature: str
-    optimizer: AbstractOptimizer
-    clip_norm: float | None
     whole_batch: int | None
     directory: Path | None
-    heartbeat_s: float
     facts: Mapping[str, Any]
     snapshots: tuple[dict[str, Vector], ...] | None = None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tatami.engine.calls import posted
-from tatami.engine.processes import Identity, identity, tethered
+from tatami.engine.processes import Identity, WatchedProcess, identity, tethered
 from tatami.server.actions import ApplyShard, Contribution, SumShard
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.shard import ShardServer
 
 
-class ServerProcess:
+class ServerProcess(WatchedProcess):
     """Holds shards; gives their parameters, or references to them, which workers map without a copy."""
 
     def __init__(self) -> None:
@@ -39,10 +38,6 @@ class ServerProcess:
         """Let go of the run."""
         self._shards = None
 
-    def watch(self, pause_s: float) -> None:
-        """A sign of life after `pause_s`; runs beside everything else, and fails at once when the process ends."""
-        time.sleep(pause_s)
-
     def stage(self, shard: int, update: Sequence[Vector], contribution: Contribution, attempt: int, samples: int) -> bool:
         # By position: Ray packs every argument on its own, and the name of each as one more.
         # One that comes after the run, from a worker that had been stopped, is refused like any other late one.
@@ -51,13 +46,10 @@ class ServerProcess:
         )
 
     def sum(self, order: SumShard) -> float:
-        return self._held.squared_norm(order.shard, order.contributions)
+        return self._held.sum(order)
 
     def apply(self, order: ApplyShard) -> list[Any]:
-        parameters = self._held.apply(
-            order.shard, order.contributions, version=order.version, squared_norm=order.squared_norm, clocks=order.clocks
-        )
-        return self._publish(parameters)
+        return self._publish(self._held.apply(order))
 
     def parameters(self, shard: int) -> list[Any]:
         return self._publish(self._held.parameters(shard))

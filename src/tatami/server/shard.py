@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tatami.server.actions import Contribution
+from tatami.server.actions import ApplyShard, Contribution, SumShard
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import walk
 
@@ -51,7 +51,6 @@ class ShardServer:
         self._clip_norm = clip_norm
         self._whole_batch = whole_batch
         self._attempt = 0
-        self._version = 0
         self._floors: dict[int, int] = {}
         self._shards = {
             number: Shard(parameters=values.copy(), state={name: np.zeros_like(values) for name in optimizer.slots})
@@ -70,34 +69,25 @@ class ShardServer:
         self._shards[shard].staged[contribution] = (update, samples)
         return True
 
-    def squared_norm(self, shard: int, contributions: tuple[Contribution, ...]) -> float:
-        """Squared norm of the summed gradient of these contributions on this shard."""
+    def sum(self, order: SumShard) -> float:
+        """Squared norm of the summed gradient of the order's contributions on its shard."""
         norm = 0.0
-        for _, gradient in self._gradient(shard, contributions):
+        for _, gradient in self._gradient(order):
             wide = gradient.astype(np.float64)
             norm += float(np.dot(wide, wide))
         return norm
 
-    def apply(
-        self,
-        shard: int,
-        contributions: tuple[Contribution, ...],
-        *,
-        version: int,
-        squared_norm: float | None,
-        clocks: tuple[tuple[int, int], ...],
-    ) -> Vector:
+    def apply(self, order: ApplyShard) -> Vector:
         """Take one step with the sum of the contributions, in their order; gives the parameters `(elements,)` after it."""
-        held = self._shards[shard]
+        held, squared_norm = self._shards[order.shard], order.squared_norm
         held.count += 1
         clips = self._clip_norm is not None and squared_norm is not None and squared_norm > self._clip_norm**2
-        for part, gradient in self._gradient(shard, contributions):
+        for part, gradient in self._gradient(order):
             if clips and self._clip_norm is not None and squared_norm is not None:
                 gradient *= gradient.dtype.type(self._clip_norm / np.sqrt(squared_norm))
             state = {name: vector[part] for name, vector in held.state.items()}
             self._optimizer.step(held.parameters[part], gradient, state=state, count=held.count)
-        self._version = version
-        self._floors.update(clocks)
+        self._floors.update(order.clocks)
         held.staged = {key: value for key, value in held.staged.items() if key.round >= self._floors.get(key.worker, 0)}
         return held.parameters
 
@@ -120,14 +110,14 @@ class ShardServer:
         self._floors = dict(clocks)
         return held.parameters
 
-    def _gradient(self, shard: int, contributions: tuple[Contribution, ...]) -> Iterator[tuple[slice, Vector]]:
+    def _gradient(self, order: SumShard | ApplyShard) -> Iterator[tuple[slice, Vector]]:
         """The mean over the samples that arrived, summed in the order of the contributions: the same bits every time.
 
         Yields:
             A stretch of the shard, and the gradient `(elements here,)` there, which holds until the next is asked for.
         """
-        held = self._shards[shard]
-        updates = [held.staged[each] for each in contributions]
+        held = self._shards[order.shard]
+        updates = [held.staged[each] for each in order.contributions]
         counts = [samples for _, samples in updates]
         total = max(1, self._whole_batch or sum(counts))
         kind = held.parameters.dtype.type

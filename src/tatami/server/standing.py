@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 
 from tatami.server import actions as act
@@ -58,13 +57,8 @@ class Standing:
         """Whether an answer with this ticket belongs to what the servers do now."""
         return self.phase is phase and self.ticket == ticket
 
-    def do(self, action: Action) -> None:
-        """Have this done next."""
-        if isinstance(action, act.Finish | act.Stop):
+    def do(self, *actions: Action) -> None:
+        """Have these done next, in their order."""
+        if any(isinstance(action, act.Finish | act.Stop) for action in actions):
             self.phase = RunPhase.DONE
-        self.actions.append(action)
-
-    def do_all(self, actions: Iterable[Action]) -> None:
-        """Have these done, in their order."""
-        for action in actions:
-            self.do(action)
+        self.actions += actions

@@ -37,7 +37,7 @@ class Storage:
         self,
         terms: Terms,
         *,
-        servers: Crew,
+        servers: Crew[int],
         calls: Calls,
         published: Published,
         now_s: Callable[[], float],
@@ -46,7 +46,7 @@ class Storage:
         warn: Callable[[str], None],
     ) -> None:
         self.result: Vector | None = None
-        self._protocol = terms.protocol
+        self._settings = terms.settings
         self._servers = servers
         self._calls = calls
         self._published = published
@@ -59,29 +59,18 @@ class Storage:
 
     def write(self, order: act.WriteCheckpoint) -> None:
         def finish(snapshots: list[Mapping[str, Vector]]) -> None:
-            at_s = self._now_s
-            if self._directory is None:
-                self._tell(ev.CheckpointFailed(at_s=at_s(), ticket=order.ticket, reason="no directory was given"))
-                return
-            saved = Saved(version=order.version, clocks=order.clocks)
+            problem: str | None = None
             try:
+                if self._directory is None:
+                    raise OSError("no directory was given")
                 with self._at_the_disk():
+                    saved = Saved(version=order.version, clocks=order.clocks)
                     checkpoints.write(self._directory, snapshots, saved=saved, terms=self._facts)
             except OSError as error:
-                self._tell(ev.CheckpointFailed(at_s=at_s(), ticket=order.ticket, reason=str(error)))
-            else:
-                self._tell(ev.CheckpointWritten(at_s=at_s(), ticket=order.ticket))
+                problem = str(error)
+            self._tell(ev.CheckpointWritten(at_s=self._now_s(), order=order, problem=problem))
 
-        answers: dict[int, Mapping[str, Vector]] = {}
-
-        def take(shard: int, snapshot: Mapping[str, Vector]) -> None:
-            answers[shard] = snapshot
-            if len(answers) == self._protocol.shards:
-                finish([answers[each] for each in sorted(answers)])
-
-        for shard, servers in self._published.items():
-            if (server := self._first(servers)) is not None:
-                self._calls.add(self._servers.get(server).snapshot.remote(shard), done=partial(take, shard))
+        self._of_all_shards(lambda shard, server: self._servers.get(server).snapshot.remote(shard), done=finish)
 
     def read(self, order: act.ReadCheckpoint) -> None:
         assert self._directory is not None  # the first checkpoint was written there
@@ -89,15 +78,14 @@ class Storage:
             stored = checkpoints.read(self._directory, up_to=order.version)
         for problem in stored.problems:
             self._warn(f"{problem}; version {stored.saved.version} is used")
-        saved, shards = stored.saved, range(self._protocol.shards)
-        waiting = {(shard, server) for shard in shards for server in self._protocol.holders(shard) if server in order.servers}
+        saved = stored.saved
+        waiting = {(shard, server) for shard, server in self._settings.copies if server in order.servers}
 
         def take(shard: int, server: int, published: list[Any]) -> None:
             self._published[shard][server] = published[0]
             waiting.discard((shard, server))
             if not waiting:
-                at_s, ticket = self._now_s(), order.ticket
-                self._tell(ev.CheckpointRead(at_s=at_s, ticket=ticket, version=saved.version, clocks=saved.clocks))
+                self._tell(ev.CheckpointRead(at_s=self._now_s(), order=order, version=saved.version, clocks=saved.clocks))
 
         names = {"attempt": order.attempt, "clocks": saved.clocks}
         for shard, server in sorted(waiting):
@@ -112,25 +100,29 @@ class Storage:
 
         def done(published: list[Any]) -> None:
             self._published[order.shard][order.server] = published[0]
-            where = {"ticket": order.ticket, "shard": order.shard, "server": order.server}
-            self._tell(ev.ShardCopied(at_s=self._now_s(), **where))
+            self._tell(ev.ShardCopied(at_s=self._now_s(), order=order))
 
         snapshot = source.snapshot.remote(order.shard)  # goes from server to server, not through here
         loaded = target.load.remote(order.shard, snapshot, attempt=order.attempt, clocks=order.clocks)
         self._calls.add(loaded, done=done)
 
     def fetch(self, order: act.FetchResult) -> None:
-        parts: dict[int, Vector] = {}
+        def finish(parts: list[Vector]) -> None:
+            self.result = np.concatenate(parts)
+            self._tell(ev.ResultFetched(at_s=self._now_s(), order=order))
 
-        def take(shard: int, part: Vector) -> None:
-            parts[shard] = part
-            if len(parts) == self._protocol.shards:
-                self.result = np.concatenate([parts[each] for each in sorted(parts)])
-                self._tell(ev.ResultFetched(at_s=self._now_s(), ticket=order.ticket))
+        self._of_all_shards(lambda shard, server: referenced(self._published[shard][server]), done=finish)
+
+    def _of_all_shards(self, ask: Callable[[int, int], Any], *, done: Callable[[list[Any]], None]) -> None:
+        """Ask one server about each shard; `done` is given the answers in the order of the shards, once all are there."""
+        answers: dict[int, Any] = {}
+
+        def take(shard: int, answer: Any) -> None:
+            answers[shard] = answer
+            if len(answers) == self._settings.servers:
+                done([answers[each] for each in sorted(answers)])
 
         for shard, servers in self._published.items():
-            if (server := self._first(servers)) is not None:
-                self._calls.add(referenced(servers[server]), done=partial(take, shard))
-
-    def _first(self, servers: Mapping[int, Any]) -> int | None:
-        return next((server for server in servers if server in self._servers.members), None)
+            server = next((server for server in servers if server in self._servers.members), None)
+            if server is not None:
+                self._calls.add(ask(shard, server), done=partial(take, shard))

@@ -18,9 +18,8 @@ from tatami.report.server_run import RunReport
 from tatami.server import checkpoints
 from tatami.server.coordinator import Coordinator
 from tatami.server.learner import Course, LossFn, ModelFn, TrainingSpec, flatten, signature
-from tatami.server.optimizers import AbstractOptimizer, Vector
+from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint
 from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
@@ -114,11 +113,11 @@ def resume(
     return run_training(spec, settings, folder=folder, resumes=True, context=context or RunContext())
 
 
+MOST_PROCESSES = 4096
+"""The process of the run keeps them all."""
 _WORKER_BYTES = 180_000_000
 """Memory of a process that has loaded torch; measured, without what it shares with others."""
 _SERVER_BYTES = 55_000_000
-_LEAST_PATIENCE_S = 4.0
-"""How long a worker waits for a server's answer at first. It is for servers that die and send nothing."""
 
 
 def run_training(
@@ -126,6 +125,12 @@ def run_training(
 ) -> tuple[nn.Module, RunReport]:
     """Train, from the start or from the last checkpoint in `folder`. Returns and raises as `tatami.server.train`."""
     ray = require_ray()
+    processes = settings.workers + settings.servers + settings.spares
+    if processes > MOST_PROCESSES:
+        raise InputError(
+            f"{settings.workers} workers, {settings.servers} servers and {settings.spares} spares are {processes} processes; "
+            f"a run has at most {MOST_PROCESSES}"
+        )
     if context.address is None and not ray.is_initialized():
         _check_room(settings)
     model = spec.model(seed=settings.seed)
@@ -134,7 +139,6 @@ def run_training(
         raise InputError(
             f"{settings.servers} servers, but only {len(first)} parameters to hold; at most {len(first)} servers can help"
         )
-    protocol = settings.protocol()
     course = Course(samples=spec.samples(), batch_size=settings.batch_size, seed=settings.seed, speeds=settings.speeds)
     facts: dict[str, Any] = {
         "model": signature(model),
@@ -145,7 +149,7 @@ def run_training(
     }
     saved, snapshots = (None, None)
     if resumes and folder is not None:
-        saved, snapshots = _stored(folder, facts, protocol=protocol, first=first, optimizer=settings.optimizer)
+        saved, snapshots = _stored(folder, facts, settings=settings, first=first)
     if folder is not None:
         settings.write(folder)
 
@@ -156,23 +160,18 @@ def run_training(
         model_fn=spec.model_fn,
         loss_fn=spec.loss_fn,
         course=course,
-        protocol=protocol,
+        settings=settings,
         hook=context.on_phase,
-        patience_s=max(_LEAST_PATIENCE_S, 2 * settings.heartbeat_s),
     )
     with by_value(spec.model_fn, spec.loss_fn, context.on_phase):
         pickled_spec = ray.cloudpickle.dumps(worker_spec)
     terms = Terms(
-        protocol=protocol,
+        settings=settings,
         pickled_spec=pickled_spec,
         data=spec.dataset,
         first=first,
-        signature=signature(model),
-        optimizer=settings.optimizer,
-        clip_norm=settings.clip_norm,
-        whole_batch=None if protocol.consistency.lockstep else min(settings.batch_size, course.samples),
+        whole_batch=None if settings.consistency.lockstep else min(settings.batch_size, course.samples),
         directory=folder,
-        heartbeat_s=settings.heartbeat_s,
         facts=facts,
         snapshots=snapshots,
     )
@@ -182,12 +181,12 @@ def run_training(
         engine(address=context.address),
         RayWatch(ray_processes(ray), clock=SystemClock(), tell=witness.fault) as watch,
     ):
-        runtime = Runtime(Coordinator(protocol, resumed=saved), terms=terms, context=context, watch=watch, witness=witness)
+        runtime = Runtime(Coordinator(settings, resumed=saved), terms=terms, context=context, watch=watch, witness=witness)
         try:
             parameters, outcome = runtime.run()
         finally:
             if context.report is not None:
-                runtime.control.report().save(context.report, force=True)
+                runtime.report().save(context.report, force=True)
     _load(model, parameters)
     return model, outcome
 
@@ -206,7 +205,7 @@ def _check_room(settings: RunSettings) -> None:
 
 
 def _stored(
-    folder: Path, facts: dict[str, Any], *, protocol: Protocol, first: Vector, optimizer: AbstractOptimizer
+    folder: Path, facts: dict[str, Any], *, settings: RunSettings, first: Vector
 ) -> tuple[Saved, tuple[dict[str, Any], ...]]:
     stored = checkpoints.read(folder)
     for name, value in facts.items():
@@ -215,7 +214,7 @@ def _stored(
     for problem in stored.problems:
         warn(f"{problem}; version {stored.saved.version} is used")
     held = {name for snapshot in stored.snapshots for name in snapshot}
-    needed = {PARAMETERS, COUNT, *optimizer.slots}
+    needed = {PARAMETERS, COUNT, *settings.optimizer.slots}
     found = sum(len(snapshot[PARAMETERS]) for snapshot in stored.snapshots)
     kind = stored.snapshots[0][PARAMETERS].dtype
     if (found, kind) != (len(first), first.dtype) or held != needed:
@@ -223,7 +222,7 @@ def _stored(
             f"{folder} is of another run: it holds {found} parameters of {kind} with {', '.join(sorted(held))}; "
             f"here are {len(first)} of {first.dtype} with {', '.join(sorted(needed))}"
         )
-    stretches = cut(len(first), shards=protocol.shards)
+    stretches = cut(len(first), shards=settings.servers)
     return stored.saved, tuple(checkpoints.recut(stored.snapshots, stretches=stretches))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.actions import Cause
@@ -29,8 +27,6 @@ class Upkeep:
         self._rolls_back = rolls_back
         self._copying: tuple[int, ...] = ()
         self._copies_due: set[tuple[int, int]] = set()
-        self._reading: tuple[int, ...] = ()
-        self._writing: act.WriteCheckpoint | None = None
         self._write_began_s = 0.0
 
     # -- servers --------------------------------------------------------------------------------------------------
@@ -75,7 +71,7 @@ class Upkeep:
         if not can or self._roster.restarts_left < len(gone):
             where = "nothing was saved" if saved is None else f"the last checkpoint is of version {saved.version}"
             reason = f"server {server} is gone, and with it the only copy of its shards; {where}. replicas=2 survives this"
-            self._run.do(act.Stop(cause=Cause.SHARDS_LOST, reason=reason, saved=saved is not None))
+            self._run.do(act.Stop(cause=Cause.SHARDS_LOST, reason=reason))
             return
         self._run.phase = RunPhase.RESTART
         for each in gone:
@@ -103,9 +99,9 @@ class Upkeep:
             names = {"ticket": ticket, "shard": shard, "source": source, "server": server}
             self._run.do(act.CopyShard(attempt=self._run.attempt, clocks=self._roster.clocks, **names))
 
-    def one_copied(self, event: ev.ShardCopied) -> None:
+    def one_copied(self, order: act.CopyShard) -> None:
         """Note that a new server holds a copy of a shard."""
-        self._copies_due.discard((event.shard, event.server))
+        self._copies_due.discard((order.shard, order.server))
 
     def all_copied(self) -> None:
         """Note that the new servers hold all their shards."""
@@ -119,26 +115,24 @@ class Upkeep:
         """Write a checkpoint of what is applied."""
         ticket = self._run.begin(RunPhase.WRITE)
         self._write_began_s = self._run.now_s
-        self._writing = act.WriteCheckpoint(ticket=ticket, version=self._run.version, clocks=self._roster.clocks)
-        self._run.do(self._writing)
+        self._run.do(act.WriteCheckpoint(ticket=ticket, version=self._run.version, clocks=self._roster.clocks))
 
-    def written(self, event: ev.CheckpointWritten | ev.CheckpointFailed) -> None:
+    def written(self, event: ev.CheckpointWritten) -> None:
         """Note how the writing ended, and stop where the run waited for nothing else."""
-        run = self._run
-        if not run.awaits(RunPhase.WRITE, event.ticket) or self._writing is None:
+        run, order = self._run, event.order
+        if not run.awaits(RunPhase.WRITE, order.ticket):
             return
         run.phase = RunPhase.COLLECT
         # Also where it failed: it is not tried again at once, but after the next interval.
         self._saving.clock = self._roster.slowest(default=self._saving.clock)
-        if isinstance(event, ev.CheckpointWritten):
-            saved = Saved(version=self._writing.version, clocks=self._writing.clocks)
-            self._saving.written(saved, took_s=run.now_s - self._write_began_s)
+        if event.problem is None:
+            self._saving.written(Saved(version=order.version, clocks=order.clocks), took_s=run.now_s - self._write_began_s)
         elif run.stopping is None and self._saving.is_vital:
-            run.do(act.Stop(cause=Cause.CHECKPOINT, reason=f"the first checkpoint failed: {event.reason}", saved=False))
+            run.do(act.Stop(cause=Cause.CHECKPOINT, reason=f"the first checkpoint failed: {event.problem}"))
         else:
-            self._roster.warn(f"no checkpoint was written at version {run.version}: {event.reason}")
+            self._roster.warn(f"no checkpoint was written at version {run.version}: {event.problem}")
         if run.stopping is not None:
-            run.do(replace(run.stopping, saved=isinstance(event, ev.CheckpointWritten)))
+            run.do(run.stopping)
 
     def read(self) -> None:
         """Go back to the last checkpoint."""
@@ -146,16 +140,14 @@ class Upkeep:
         ticket = self._run.begin(RunPhase.READ)
         self._run.roll_back = False
         self._run.attempt += 1
-        self._reading = self._fleet.up()
-        version = self._saving.saved.version
-        order = act.ReadCheckpoint(ticket=ticket, version=version, attempt=self._run.attempt, servers=self._reading)
-        self._run.do(order)
+        version, attempt = self._saving.saved.version, self._run.attempt
+        self._run.do(act.ReadCheckpoint(ticket=ticket, version=version, attempt=attempt, servers=self._fleet.up()))
 
     def was_read(self, event: ev.CheckpointRead) -> None:
         """Note that all servers are back at the checkpoint."""
-        if not self._run.awaits(RunPhase.READ, event.ticket):
+        if not self._run.awaits(RunPhase.READ, event.order.ticket):
             return
-        for server in self._reading:
+        for server in event.order.servers:
             self._fleet.filled(server)
         saved = Saved(version=event.version, clocks=event.clocks)
         self._run.version, self._saving.saved = saved.version, saved

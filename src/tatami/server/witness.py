@@ -16,11 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tatami.report.server_run import Failure, RunReport, with_costs
+from tatami.report.server_run import RunReport, report_of
 
 _END_S = 10.0
-_BEGUN, _FAULT, _OVER = "begun", "fault", "over"
-ROUND, FAILURE, WARNING = "round", "failure", "warning"
+_FAULT, _OVER = "fault", "over"
 
 
 class Witness:
@@ -53,9 +52,9 @@ class Witness:
     def pid(self) -> int:
         return self._process.pid
 
-    def begun(self, *, workers: int, startup_s: float) -> None:
+    def began(self, *, workers: int, startup_s: float) -> None:
         """The first round begins."""
-        self._tell({"event": _BEGUN, "workers": workers, "startup_s": startup_s})
+        self._tell({"event": "begun", "workers": workers, "startup_s": startup_s})
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         """Note what `tatami.records.Records` is told as well."""
@@ -93,40 +92,15 @@ def account(records: Iterable[dict[str, Any]]) -> tuple[RunReport, str] | None:
     None where the run reported its end itself.
     """
     first, *others = records
-    reached_s: list[float] = []
-    losses, failures, warnings = [], [], []
-    known: dict[str, Any] = {}
+    told = {record["event"]: record for record in others}
+    if _OVER in told:
+        return None
     fault = (
         f"its process ({first['pid']}) ended without a word: it was killed, or Ray ended it, which does so where its own "
         "processes are gone"
     )
-    for record in others:
-        match record["event"]:
-            case "over":
-                return None
-            case "begun":
-                reached_s.append(0.0)
-                known = {"workers": record["workers"], "startup_s": record["startup_s"]}
-            case "fault":
-                fault = record["what"]
-            case "round":
-                reached_s.append(record["at_s"])
-                losses.append(record["loss"])
-            case "failure":
-                names = ("who", "process", "how", "at_s", "silent_s")
-                failures.append(Failure(round=record["iteration"], **{name: record[name] for name in names}))
-            case "warning":
-                warnings.append(record["message"])
-    report = RunReport(
-        recovery=first["recovery"],
-        start=first["start"],
-        reached_s=tuple(reached_s),
-        losses=tuple(losses),
-        failures=tuple(failures),
-        warnings=tuple(warnings),
-        **known,
-    )
-    return with_costs(report), f"the run stopped after {report.rounds} rounds: {fault}."
+    report = report_of(others, recovery=first["recovery"], start=first["start"])
+    return report, f"the run stopped after {report.rounds} rounds: {told.get(_FAULT, {'what': fault})['what']}."
 
 
 def main() -> None:

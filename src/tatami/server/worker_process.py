@@ -17,33 +17,31 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostE
 
 from tatami.datasets.dataset import Data
 from tatami.engine.calls import is_reference, posted
-from tatami.engine.processes import Identity, identity, tethered
+from tatami.engine.processes import Identity, WatchedProcess, identity, tethered
 from tatami.server.actions import Contribution, SendTask
 from tatami.server.learner import Course, Learner, LossFn, ModelFn, signature
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut, parcel
-from tatami.server.protocol import Protocol
-from tatami.server.run_settings import PhaseHook, TaskPhase
+from tatami.server.run_settings import PhaseHook, RunSettings, TaskPhase
 
 _PULL_PAUSE_S = 0.1
 _HEDGE_S = 1.0
 """Before another copy is asked for too: Ray takes 13 s to say that the node of the first is gone."""
 
 
+_LEAST_PATIENCE_S = 4.0
+"""How long a server's answer is waited for at first, for servers that die and send nothing; doubled where it was too short."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What every worker is told once.
-
-    Attributes:
-        patience_s: for a server's answer, at first; it doubles each time that it was too short.
-    """
+    """What every worker is told once."""
 
     model_fn: ModelFn
     loss_fn: LossFn
     course: Course
-    protocol: Protocol
+    settings: RunSettings
     hook: PhaseHook | None
-    patience_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class TaskOutcome:
     pulled: bool = True
 
 
-class WorkerProcess:
+class WorkerProcess(WatchedProcess):
     """Computes the tasks that it is sent; before the first it stands by."""
 
     def __init__(self) -> None:
@@ -76,16 +74,12 @@ class WorkerProcess:
         self._spec = spec = cloudpickle.loads(pickled_spec)
         self._learner = Learner(spec.model_fn(), loss_fn=spec.loss_fn, data=unpacked(data), course=spec.course)
         self._pulled = None
-        self._patience_s = spec.patience_s
+        self._patience_s = max(_LEAST_PATIENCE_S, 2 * spec.settings.heartbeat_s)
         return identity(model=signature(self._learner.model))
 
     def dismiss(self) -> None:
         """Let go of the run."""
         self._spec, self._learner, self._servers = None, None, {}
-
-    def watch(self, pause_s: float) -> None:
-        """A sign of life after `pause_s`; runs beside the task, and fails at once when the process ends."""
-        time.sleep(pause_s)
 
     def meet(self, servers: Mapping[int, Any]) -> None:
         """From now on these are the servers."""
@@ -129,14 +123,14 @@ class WorkerProcess:
 
     def _push(self, task: SendTask, gradient: Sequence[Vector], *, samples: int) -> tuple[tuple[int, int], ...]:
         assert self._spec is not None
-        protocol = self._spec.protocol
+        settings = self._spec.settings
         calls: dict[tuple[int, int], Any] = {}
         contribution = Contribution(worker=task.worker, process=task.process, round=task.round)
         size = sum(len(piece) for piece in gradient)
-        for shard, stretch in enumerate(cut(size, shards=protocol.shards)):
+        for shard, stretch in enumerate(cut(size, shards=settings.servers)):
             parts = parcel(gradient, stretch=stretch)
             update = posted(parts, size_bytes=sum(part.nbytes for part in parts))  # one, for all copies of the shard
-            for server in protocol.holders(shard):
+            for server in settings.holders(shard):
                 if server in task.servers and server in self._servers:
                     stage = self._servers[server].stage
                     calls[shard, server] = stage.remote(shard, update, contribution, task.attempt, samples)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.coordinator import Coordinator
-from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
+from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.sim.server.lifetimes import Fates
 from tatami.sim.server.result import Period, SimulatedFailure
@@ -65,11 +65,10 @@ class ServerPlay:
         self._whole = setup.server_mtbf_s is not None or setup.replicas > 1
         num_servers = len(setup.servers) if self._whole else 1
         self._coordinator = Coordinator(
-            Protocol(
+            RunSettings(
                 rounds=setup.rounds,
                 workers=len(setup.workers),
                 servers=num_servers,
-                shards=num_servers,
                 spares=setup.spares,
                 restarts=_ENDLESS,
                 replicas=setup.replicas,
@@ -87,7 +86,7 @@ class ServerPlay:
             setup,
             stage,
             self._fates,
-            protocol=self._coordinator.protocol,
+            settings=self._coordinator.settings,
             places=lambda: self._coordinator.places,
             dead=self._dead,
             servers_up=self._servers_up,
@@ -136,19 +135,12 @@ class ServerPlay:
                 self._note_opening()
                 self._tasks.begin(action)
             case act.SumShard():
-                self._tell(
-                    ev.ShardSummed(at_s=now_s, ticket=action.ticket, shard=action.shard, server=action.server, squared_norm=0.0)
-                )
+                self._tell(ev.ShardSummed(at_s=now_s, order=action, squared_norm=0.0))
             case act.ApplyShard():
                 if self._applying != action.version:
                     self._applying = action.version
                     self.lost_updates += len(self.setup.workers) - len(action.contributions)
-                self._later(
-                    self.setup.apply_s,
-                    lambda: ev.ShardApplied(
-                        at_s=self._stage.now_s, ticket=action.ticket, shard=action.shard, server=action.server
-                    ),
-                )
+                self._later(self.setup.apply_s, lambda: ev.ShardApplied(at_s=self._stage.now_s, order=action))
             case act.StartSpare():
                 self._start_spare(action.process, stands_by=first)
             case act.StartServer():
@@ -162,13 +154,13 @@ class ServerPlay:
                 self._tasks.drop_all()
                 self._storage.read(self._writers(), then=lambda: self._read(action))
             case act.FetchResult():
-                self._tell(ev.ResultFetched(at_s=now_s, ticket=action.ticket))
+                self._tell(ev.ResultFetched(at_s=now_s, order=action))
             case act.Finish():
                 self._end(None)
             case act.Stop():
                 self._tasks.drop_all()
                 self._end(action.cause.value)
-            case act.DeclareDead() | act.DeclareServerDead() | act.Retire() | act.Warn():
+            case act.EndProcess() | act.EndServer() | act.Warn():
                 pass  # These end processes or tell the user; a simulated process that has no task costs nothing.
 
     def _later(self, delay_s: float, event: Callable[[], ev.Event]) -> None:
@@ -204,8 +196,7 @@ class ServerPlay:
         self._tasks.break_off(worker)
 
         def tell() -> None:
-            kind = ev.ProcessLate if late else ev.ProcessDied
-            self._tell(kind(at_s=self._stage.now_s, process=process))
+            self._tell(ev.ProcessDied(at_s=self._stage.now_s, process=process, late=late))
             self._tasks.push()
 
         if detected_s > 0:
@@ -257,10 +248,8 @@ class ServerPlay:
         self._stage.send(
             hosts[order.source],
             hosts[order.server],
-            size_bytes=self.setup.model_bytes / self._coordinator.protocol.shards,
-            then=lambda: self._tell(
-                ev.ShardCopied(at_s=self._stage.now_s, ticket=order.ticket, shard=order.shard, server=order.server)
-            ),
+            size_bytes=self.setup.model_bytes / self._coordinator.settings.servers,
+            then=lambda: self._tell(ev.ShardCopied(at_s=self._stage.now_s, order=order)),
         )
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -272,30 +261,30 @@ class ServerPlay:
 
     def _written(self, order: act.WriteCheckpoint) -> None:
         self._saved = Saved(version=order.version, clocks=order.clocks)
-        self._tell(ev.CheckpointWritten(at_s=self._stage.now_s, ticket=order.ticket))
+        self._tell(ev.CheckpointWritten(at_s=self._stage.now_s, order=order))
 
     def _read(self, order: act.ReadCheckpoint) -> None:
         self._servers_up.update(order.servers)
         clocks = self._clocks.get(order.version, self._saved.clocks)
-        self._tell(ev.CheckpointRead(at_s=self._stage.now_s, ticket=order.ticket, version=order.version, clocks=clocks))
+        self._tell(ev.CheckpointRead(at_s=self._stage.now_s, order=order, version=order.version, clocks=clocks))
 
     # -- rounds that nothing disturbs -----------------------------------------------------------------------------
 
     def _skips(self, actions: Sequence[act.Action]) -> bool:
         """Whether these actions open rounds that nothing will disturb, and are passed over."""
-        protocol, version = self._coordinator.protocol, self._coordinator.version
+        settings, version = self._coordinator.settings, self._coordinator.version
         orders = [each for each in actions if isinstance(each, act.SendTask)]
-        all_begin = len(orders) == protocol.workers == len(actions) == len(self._coordinator.places)
+        all_begin = len(orders) == settings.workers == len(actions) == len(self._coordinator.places)
         all_are_up = not self._booting and not self._dead.intersection(order.process for order in orders)
         all_are_up = all_are_up and len(self._servers_up) == len(self.setup.servers) and not self._fates.disturbed
         if not all_begin or not all_are_up or self._tasks:
             return False
         for order in orders:
             self._fates.takes(order.worker, order.process)
-        rolls_back = protocol.recovery.remedy is Remedy.ROLL_BACK
+        rolls_back = settings.recovery.remedy is Remedy.ROLL_BACK
         if rolls_back and self._saved.version != version:
             return False
-        rounds = self._skipping.rounds(self._fates, left=protocol.rounds - version, now_s=self._stage.now_s)
+        rounds = self._skipping.rounds(self._fates, left=settings.rounds - version, now_s=self._stage.now_s)
         period = self._skipping.period
         if not rounds or period is None:
             return False
@@ -311,7 +300,7 @@ class ServerPlay:
         self._saved = Saved(version=version, clocks=clocks)
         self._clocks = {version: clocks}
         self._dead.clear()
-        self._coordinator = Coordinator(self._coordinator.protocol, resumed=self._saved)
+        self._coordinator = Coordinator(self._coordinator.settings, resumed=self._saved)
         self._fates.renumber()
         self._tell(ev.Started(at_s=self._stage.now_s))
 

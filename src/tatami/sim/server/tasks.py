@@ -8,8 +8,8 @@ from enum import Enum
 
 from tatami.server import events as ev
 from tatami.server.actions import SendTask
-from tatami.server.protocol import Protocol
 from tatami.server.roster import Place, Status
+from tatami.server.run_settings import RunSettings
 from tatami.sim.server.lifetimes import Fates
 from tatami.sim.server.server_setup import ServerSetup
 from tatami.sim.stage import Going, Stage
@@ -89,7 +89,7 @@ class SimulatedTasks:
         setup: what is simulated.
         stage: where.
         fates: are told when workers compute.
-        protocol: the terms of the run.
+        settings: what the coordinator runs by.
         places: the coordinator's, by worker.
         dead: processes that have died.
         servers_up: servers that answer.
@@ -102,7 +102,7 @@ class SimulatedTasks:
         stage: Stage,
         fates: Fates,
         *,
-        protocol: Protocol,
+        settings: RunSettings,
         places: Callable[[], Mapping[int, Place]],
         dead: Set[int],
         servers_up: Set[int],
@@ -111,7 +111,7 @@ class SimulatedTasks:
         self._setup = setup
         self._stage = stage
         self._fates = fates
-        self._protocol = protocol
+        self._settings = settings
         self._places = places
         self._dead = dead
         self._servers_up = servers_up
@@ -188,13 +188,10 @@ class SimulatedTasks:
     def _pushed(self, task: SimulatedTask) -> None:
         order, now_s = task.order, self._stage.now_s
         del self._tasks[order.worker]
-        name = {"worker": order.worker, "process": order.process, "round": order.round, "attempt": order.attempt}
-        protocol = self._protocol
         self._tell(
             *(
-                ev.ShardReceived(at_s=now_s, shard=shard, server=server, **name)
-                for shard in range(protocol.shards)
-                for server in protocol.holders(shard)
+                ev.ShardReceived(at_s=now_s, task=order, shard=shard, server=server)
+                for shard, server in self._settings.copies
                 if server in order.servers
             )
         )
