@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tatami.cluster import Cluster, Processor
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import InputError, PlanError
+from tatami.stages.stand_in import StandIn
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica
 from tatami.tiling.memory import memory_bytes
@@ -99,7 +100,7 @@ class Living(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, StandIn) and not leaf.is_meta:
                 memory = leaf.untyped_storage()
                 self._found[memory.data_ptr()] = StorageWeakRef(memory), memory.nbytes()  # type: ignore[no-untyped-call]
         self.most = max(self.most, sum(size for memory, size in self._found.values() if not memory.expired()))

@@ -274,6 +274,8 @@ class ModelStage:
             on_backward=self._phases.work_on,
             accumulated=accumulated,
             left=self.left,
+            # They keep the inputs of all linear layers, which recomputation is to save.
+            are_late=not self.own_layout.recomputes,
         )
 
     def run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], *, micro_batch: int, num_micro_batches: int) -> Any:

@@ -80,6 +80,7 @@ class StageRunner:
         evaluation: the program of evaluation, cut; None where it is that of training; an error where it cannot be cut so.
         accumulated: where gradients of earlier micro-batches are (`tatami.stages.late_weights`).
         left: takes products of weights for later; to be computed when the last backward pass is done. None: nothing is left.
+        are_late: whether gradients of weights may come after that of the stage's input.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class StageRunner:
         accumulated: Accumulated = lambda _: None,
         evaluation: Staging | ModelError | None = None,
         left: LeftProducts | None = None,
+        are_late: bool = True,
     ) -> None:
         self.on_backward, self.accumulated, self.left = on_backward, accumulated, left or LeftProducts()
         self.module, self.channel, self.generator = module, channel, generator
@@ -108,8 +110,8 @@ class StageRunner:
         self.repeated: _Pass | None = None
         """The pass of which torch computes a part once more, in the backward pass."""
         self.dropouts = [each for each in module.modules() if isinstance(each, _DropoutNd)]
-        self.is_behind = any(each.target == self.stage for each in staging.handovers)
-        """Whether another stage waits for gradients of this one."""
+        self.is_behind = are_late and any(each.target == self.stage for each in staging.handovers)
+        """Whether another stage waits for gradients of this one, before those of weights are computed."""
         self.linear = _linear_layers(module, staging, self.stage)
         for layer in self.linear:
             layer.__dict__["forward"] = _late(self, layer, layer.forward)
@@ -427,8 +429,9 @@ def _intercepted(runner: StageRunner, name: str, plain: Callable[..., Any]) -> C
         # Outside of a pass this is recomputation, in the backward pass, of what was computed here.
         if name in runner.training.elsewhere or has_stand_in((args, kwargs)):
             raise ModelError(
-                f"{name} belongs to another stage, or reads a tensor of one, and is called outside of the forward pass, as torch.utils.checkpoint does. "
-                "What it computes again must be within one stage: cut elsewhere (layout=), or use one stage"
+                f"{name} belongs to another stage, or reads a tensor of one, and is called outside of the forward pass, as "
+                "torch.utils.checkpoint does. What it computes again must be within one stage: cut elsewhere (layout=), or use "
+                "one stage"
             )
         return plain(*args, **kwargs)
 
