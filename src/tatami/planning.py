@@ -267,9 +267,8 @@ def compared(
         if micro_batches > workload.samples:
             raise PlanError(f"{micro_batches} micro-batches are more than the {workload.samples} samples: take at most as many")
         workload = replace(workload, micro_batches=micro_batches)
-    if recompute and (workload.recomputation is None or (stages or 1) > 1):
-        what = "this network has no repeated layers" if workload.recomputation is None else "pipeline stages keep them yet"
-        raise PlanError(f"activations cannot be recomputed: {what}. Leave recomputation out")
+    if recompute and workload.recomputation is None:
+        raise PlanError("activations cannot be recomputed: this network has no repeated layers. Leave recomputation out")
     workload = workload if recompute is None else replace(workload, recompute=recompute)
     if stages is not None and stages > 1 and not workload.pieces:
         raise PlanError(
@@ -278,7 +277,7 @@ def compared(
     model = cost if isinstance(cost, AlphaBetaCost) else None
     must_be_staged = stages is not None and stages > 1
     staged = None
-    if must_be_staged or (with_stages and stages is None and not recompute):
+    if must_be_staged or (with_stages and stages is None):
         staged = plan_stages(cluster, workload, stages=stages, cost=model)
         if staged is None and must_be_staged:
             raise MemoryLackError(

@@ -397,6 +397,43 @@ def test_a_cut_inside_of_what_is_computed_again_is_refused(comm: AbstractCommuni
         trained(comm, made(Recomputed), staged(2, stages=2, cuts=(1,)), x=floats(4, 6), y=numbers(4, below=3))
 
 
+class Checkpointed(nn.Module):
+    """Layers that their author has computed again; square weights, which can be taken for their transposes."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.use_reentrant = nn.Linear(6, 6), nn.Linear(6, 3), use_reentrant
+        layers = (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 6)) for _ in range(4))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden: Any = self.first(x)
+        for layer in self.layers:
+            hidden = hidden + checkpoint(
+                lambda each, layer=layer: torch.tanh(layer(each)), hidden, use_reentrant=self.use_reentrant
+            )
+        return self.last(hidden)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("recompute", [None, True])
+def test_what_the_author_has_computed_again_is_what_was_computed(world: World, recompute: bool | None) -> None:
+    """Also where the plan has the same layers computed again."""
+    x, y = floats(8, 6), numbers(8, below=3)
+    layout = staged(world.size, stages=world.size, cuts=(2, 3)[: world.size - 1], micro_batches=4)
+    make = made(lambda: Checkpointed(use_reentrant=False))
+    assert_trains_alike(world, make, layout, x=x, y=y, settings={"recompute": recompute})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_are_refused_by_name(comm: AbstractCommunicator) -> None:
+    """Autograd would not see what stages send from inside of them."""
+    make, layout = made(lambda: Checkpointed(use_reentrant=True)), staged(2, stages=2, cuts=(2,))
+    with pytest.raises(ModelError, match=r"use_reentrant=True\) does not work with pipeline stages: give use_reentrant=False"):
+        trained(comm, make, layout, x=floats(4, 6), y=numbers(4, below=3))
+
+
 def test_hand_overs_are_rounded_where_a_wire_is_named(world: World) -> None:
     case = CASES["called-twice"]()
 

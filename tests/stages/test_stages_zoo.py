@@ -2,6 +2,9 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tiled"))
+import stages_rig
 from equal_runs import logits_of, loss_of
-from networks import CASES, VOCABULARY, Batch, Case, Residual, build, reals
+from networks import CASES, GPT, VOCABULARY, Batch, Case, Residual, build, reals
 from stages_rig import AdamW, allowed_cuts
 
 import tatami
 from drawing import one_at_a_time
+from tatami.comm import run_threads
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError
 from tatami.partition.pieces import record_network
@@ -24,12 +29,14 @@ from tatami.partition.tracing.sample import Sample
 from tatami.stages.program import ForwardProgram, Staging
 from tatami.stages.recording import record
 from tatami.testing.worlds import World
-from tatami.train import TiledModel, whole_state_dict
+from tatami.tiling import Layout, Replica, StagedLayout
+from tatami.tiling.staged_price import recomputable, stage_workload
+from tatami.train import TiledModel, find_blocks, whole_state_dict, workload_of
 from tiled_rig import assert_close, staged
 
 pytestmark = pytest.mark.ranks(2)
 
-STEPS, SAMPLES = 3, 7
+STEPS, SAMPLES = 5, 7
 # The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
 
 
@@ -169,15 +176,31 @@ def train(model: nn.Module, batches: list[Batch]) -> None:
 
 def check(world: World, case: Case, *, stages: int | None = None, micro_batches: int = 3, samples: int = SAMPLES) -> None:
     """Trained, evaluated and loaded again as on one machine; with batch normalization in one micro-batch."""
+    network, batch = build(case), case.draw(samples, torch.Generator().manual_seed(5))
+    pieces = len(record_network(network, Sample.of(batch)).pieces)
+    number = min(stages or world.size, pieces)
+    assert number > 1
+    layout = staged(
+        world.size, stages=number, cuts=even(pieces, number), micro_batches=1 if normalizes(network) else micro_batches
+    )
+    check_layout(world, case, layout, samples=samples)
+
+
+def normalizes(network: nn.Module) -> bool:
+    """Whether all of its samples must be in one micro-batch."""
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in network.modules())
+
+
+def even(pieces: int, stages: int) -> tuple[int, ...]:
+    return tuple(max(1, round(part * pieces / stages)) for part in range(1, stages))
+
+
+def check_layout(
+    world: Callable[[Callable[[AbstractCommunicator], Any]], list[Any]], case: Case, layout: StagedLayout, *, samples: int
+) -> None:
     generator = torch.Generator().manual_seed(5)
     batches = [case.draw(samples, generator) for _ in range(STEPS)]
     network, plain = build(case), build(case)
-    pieces = len(record_network(network, Sample.of(batches[0])).pieces)
-    number = min(stages or world.size, pieces)
-    assert number > 1
-    has_norms = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in network.modules())
-    cuts = tuple(max(1, round(part * pieces / number)) for part in range(1, number))
-    layout = staged(world.size, stages=number, cuts=cuts, micro_batches=1 if has_norms else micro_batches)
     expected = trained_alone(plain, batches)
 
     def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor] | None:
@@ -241,6 +264,66 @@ def test_two_replicas_of_two_stages(world: World, name: str) -> None:
 def test_two_stages_of_huggingface(world: World, name: str) -> None:
     """Those that round to single precision inside do so alike where micro-batches weigh a power of two."""
     check(world, huggingface(name), samples=8, micro_batches=4)
+
+
+def _rig(name: str) -> Case:
+    """A network of the rig, which has its inputs."""
+    known = stages_rig.CASES[name]()
+    kind = reals(*known.x["x"].shape[1:]) if known.x["x"].is_floating_point() else None
+    shape = known.x["x"].shape[1:]
+
+    def draw(samples: int, generator: torch.Generator) -> Batch:
+        return kind(samples, generator) if kind else (torch.randint(20, (samples, *shape), generator=generator),)
+
+    return Case(build=known.make, draw=draw, blocks=())
+
+
+ZOO: dict[str, Callable[[], Case]] = {
+    "gpt": lambda: replace(CASES["gpt"], build=lambda: GPT(dropout=0.2, layers=3, flash=False, tied=False)),
+    "gpt-tied": lambda: replace(CASES["gpt"], build=lambda: GPT(dropout=0.2, layers=3, flash=False)),
+    **{f"hf-{name}": partial(huggingface, name) for name in ("gpt2", "llama", "bert", "t5", "vit", "mixtral")},
+    **{name: partial(MORE.__getitem__, name) for name in ("resnet-18", "densenet", "densenet-group-norm")},
+    **{name: partial(_rig, name) for name in ("u-net", "encoder-decoder", "lstm")},
+    **{name: partial(CASES.__getitem__, name) for name in ("experts", "lora")},
+}
+KINDS = {"two": (2, 1, 1), "three": (3, 1, 2), "four": (4, 1, 4), "replicas": (2, 3, 2), "mixed": (2, 1, 2)}
+"""Stages, replicas and micro-batches: seven samples are uneven parts."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ZOO)
+def test_the_zoo_trains_as_on_one_machine(name: str, kind: str) -> None:
+    """Mixed: two ranks share the units of each stage that has any, and recompute it where it has whole layers. Of several
+    replicas the first stage that has them recomputes.
+
+    Those of Hugging Face that round to single precision inside do so alike where micro-batches weigh a power of two.
+    """
+    case, (stages, replicas, parts) = ZOO[name](), KINDS[kind]
+    is_rounded = name.startswith("hf-")
+    samples, replicas = (8, min(replicas, 2)) if is_rounded else (SAMPLES, replicas)
+    network, sample = build(case), case.draw(samples, torch.Generator().manual_seed(5))
+    found, recorded = find_blocks(network, sample=sample), record_network(network, Sample.of(sample))
+    workload = workload_of(network, found, samples=samples)
+    workload = replace(workload, pieces=recorded.pieces_with(found, workload.blocks))
+    stages, parts = min(stages, len(recorded.pieces)), 1 if normalizes(network) else parts
+    assert stages > 1
+    cuts = even(len(recorded.pieces), stages)
+    widths = [1.0 if is_rounded else 2.0 + replica for replica in range(replicas)]
+    laid, names = [], (f"p{rank}" for rank in count())
+    for first, stop in pairwise((0, *cuts, len(recorded.pieces))):
+        is_wide = kind == "mixed" and stage_workload(workload, workload.pieces[first:stop], is_wide=True).blocks
+        heights = (0.6, 0.4) if is_wide else (1.0,)
+        own = (
+            Replica(
+                width=width / sum(widths), processors=tuple(islice(names, len(heights))), heights=heights, micro_batches=parts
+            )
+            for width in widths
+        )
+        laid.append(Layout(replicas=tuple(own)))
+    layout = StagedLayout(stages=tuple(laid), cuts=cuts)
+    again = {"mixed": recomputable(layout, workload), "replicas": recomputable(layout, workload)[:1]}
+    layout = layout.recomputing(again.get(kind, ()))
+    check_layout(partial(run_threads, size=len(layout.processors)), case, layout, samples=samples)
 
 
 class Changing(nn.Module):

@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from tatami.cluster import Cluster, Processor
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import InputError, PlanError
+from tatami.stages.stand_in import StandIn
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica
 from tatami.tiling.memory import memory_bytes
 from tatami.train import TiledModel, find_blocks, move, tile, workload_of
+from tiled_rig import staged
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -162,7 +164,7 @@ class Living(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, StandIn) and not leaf.is_meta:
                 memory = leaf.untyped_storage()
                 self._found[memory.data_ptr()] = StorageWeakRef(memory), memory.nbytes()  # type: ignore[no-untyped-call]
         self.most = max(self.most, sum(size for memory, size in self._found.values() if not memory.expired()))
@@ -196,6 +198,30 @@ def test_recomputing_saves_the_memory_that_the_plan_says(heights: tuple[float, .
         assert planned <= kept - again <= 1.3 * planned
 
 
+def test_stages_that_recompute_save_the_memory_that_the_plan_says() -> None:
+    """The first stage keeps two micro-batches, and the second one."""
+    torch.manual_seed(3)
+    network = GPT(width=24, layers=6, dropout=0.1, flash=False)
+    x = torch.randint(11, (12, 8), generator=torch.Generator().manual_seed(1))
+    layout = staged(2, stages=2, cuts=(6,), micro_batches=6)
+
+    def body(comm: AbstractCommunicator) -> list[tuple[int, float]]:
+        found = []
+        for each in (layout, layout.recomputing((0, 1))):
+            model, living = tiled(network, comm, x, layout=each), Living()
+            assert model.stage is not None
+            assert model.stage.plan is not None
+            with living:
+                for part in model.micro_batches(x):
+                    torch.autograd.backward(loss_of(model(part)))
+            found.append((living.most, model.stage.plan.memory_bytes[model.name]))
+        return found
+
+    for (kept, kept_bytes), (again, again_bytes) in run_threads(body, size=2):
+        planned = kept_bytes - again_bytes
+        assert 0.1 * kept < planned <= kept - again <= 1.3 * planned
+
+
 def tiled(network: nn.Module, comm: AbstractCommunicator, x: torch.Tensor, **options: Any) -> TiledModel:
     given = {"sample": x[:4], "speeds": "equal", "reduction": "mean", "quiet": True}
     return tile(network, comm, batch_size=len(x), **{**given, **options})
@@ -224,10 +250,15 @@ def test_the_rank_that_lacks_memory_recomputes(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
+STAGED = staged(2, stages=2, cuts=(1,))
+"""The first stage has no layer of the network below, and the second has both."""
+
+
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"recompute": True, "stages": 2}, InputError, "does not work with pipeline stages yet: give stages=1"),
+        ({"recompute": False, "layout": STAGED.recomputing((0,))}, InputError, "the layout has p0 recompute: leave"),
+        ({"layout": STAGED.recomputing((0,))}, PlanError, "p0 is to recompute activations, and no repeated layer"),
         ({"recompute": False, "layout": random_layout(2, 0).recomputing()}, InputError, "the layout has p1 recompute: leave"),
         (
             {"recompute": True, "sample": None},

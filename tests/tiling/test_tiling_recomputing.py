@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tatami.cluster import Cluster, Processor
+from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import MemoryLackError, PlanError
 from tatami.planning import compared
-from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, plan, timeline, volume_bytes
+from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, plan, plan_stages, timeline, volume_bytes
 from tatami.tiling.memory import lacking_bytes, memory_bytes
-from tatami.tiling.recomputing import refuse_recomputation
+from tatami.tiling.recomputing import recomputing_stages, refuse_recomputation
 from tatami.tiling.room import with_room
+from tatami.tiling.staged_price import price_stages
 from tatami.workload import Block, Recomputation, RecomputedLayer, Workload, gpt_workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to take", "ignore:.*leaves out")
@@ -178,12 +179,86 @@ def test_batch_statistics_are_summed_once_more_by_all_or_none() -> None:
     assert again.tensor_parallel == pytest.approx(1.5 * kept.tensor_parallel)
 
 
-def test_stages_do_not_recompute_yet() -> None:
-    with pytest.raises(PlanError, match="pipeline stages do not recompute activations yet, and p0 is to"):
+SLOW = Link(bandwidth_bytes_per_s=1e7, latency_s=1e-4)
+"""So slow that stages are faster than whole replicas."""
+
+
+def halves(*again: int) -> StagedLayout:
+    """Two stages of eight micro-batches, of which these recompute."""
+    laid = tuple(
+        Layout(replicas=(Replica(width=1.0, processors=(name,), heights=(1.0,), micro_batches=8),)) for name in ("p0", "p1")
+    )
+    return StagedLayout(stages=laid, cuts=(9,)).recomputing(again)
+
+
+def test_a_stage_that_recomputes_keeps_the_inputs_of_its_layers_and_takes_longer() -> None:
+    """One piece is the embedding, two are a layer: p0 has four layers, and keeps two micro-batches."""
+    cluster = replace(cluster_of(None, None), network=SLOW)
+    kept, first, both = (
+        price_stages(halves(*again), cluster=cluster, workload=GPT, hides=False) for again in ((), (0,), (0, 1))
+    )
+    assert first.recomputes == ("p0",)
+    assert first.memory_bytes["p1"] == kept.memory_bytes["p1"]
+    dropped = [layer.kept_bytes - layer.input_bytes for piece in GPT.pieces[:9] for layer in piece.layers]
+    (whole,) = {layer.kept_bytes for piece in GPT.pieces for layer in piece.layers}
+    assert len(dropped) == 4
+    assert kept.memory_bytes["p0"] - first.memory_bytes["p0"] == pytest.approx(2 * sum(dropped) - whole)
+    assert kept.memory_bytes["p1"] - both.memory_bytes["p1"] == pytest.approx(sum(dropped) - whole)
+    flop = [sum(piece.flop_per_sample for piece in own) for own in (GPT.pieces[:9], GPT.pieces[9:])]
+    again = sum(layer.flop for piece in GPT.pieces[:9] for layer in piece.layers)
+    assert first.ranks[0].pass_s / kept.ranks[0].pass_s == pytest.approx(1 + again / flop[0])
+    assert first.ranks[0].again_s == pytest.approx(again / 1e9)
+    assert (kept.ranks[1].late_s > 0, both.ranks[1].late_s) == (True, 0.0)
+    assert kept.iteration_s < first.iteration_s < both.iteration_s
+    assert StagedLayout.from_json(first.layout.to_json()) == first.layout == halves(0)
+
+
+def test_the_stage_without_memory_recomputes_and_the_other_does_not() -> None:
+    kept, again = (
+        price_stages(halves(*stages), cluster=cluster_of(None, None), workload=GPT).memory_bytes for stages in ((), (0,))
+    )
+    short = round((kept["p0"] + again["p0"]) / 2)
+    cluster = replace(cluster_of(short, short), network=SLOW)
+    found = plan_stages(cluster, GPT, stages=2, micro_batches=8)
+    assert found is not None
+    assert found.fits
+    assert found.recomputes
+    assert plan_stages(cluster, replace(GPT, recompute=False), stages=2, micro_batches=8) is None
+    everyone = plan_stages(cluster_of(None, None), replace(GPT, recompute=True), stages=2)
+    assert everyone is not None
+    assert set(everyone.recomputes) == {"p0", "p1"}
+    roomy = plan_stages(replace(cluster_of(10**12, 10**12), network=SLOW), GPT, stages=2)
+    assert roomy is not None
+    assert not roomy.recomputes
+    words = str(compared(None, cluster=cluster, workload=GPT, with_stages=True, stages=2, micro_batches=8)).replace("\n", " ")
+    assert " activations: 1.3 x the work, " in words
+
+
+def test_of_twenty_clusters_no_staged_plan_keeps_too_much() -> None:
+    """And those that keep all activations stay, unless recomputing is clearly faster."""
+    chance, recomputing = random.Random(5), 0
+    for _ in range(20):
+        cluster = replace(cluster_of(*(round(chance.uniform(110, 230) * MIB) for _ in range(2))), network=SLOW)
+        kept, found = (plan_stages(cluster, replace(GPT, recompute=each), stages=2, micro_batches=4) for each in (False, None))
+        assert found is not None
+        assert found.fits
+        recomputing += bool(found.recomputes)
+        if kept is not None and found.recomputes:
+            assert found.iteration_s < 0.95 * kept.iteration_s
+        elif kept is not None:
+            assert found.ranks == kept.ranks
+    assert 3 < recomputing < 17
+
+
+def test_what_stages_cannot_recompute_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="p0 is to recompute activations, and p1 of the same stage is not: have all ranks"):
         StagedLayout(stages=(ROW.recomputing(["p0"]),), cuts=())
-    with pytest.raises(PlanError, match="activations cannot be recomputed: pipeline stages keep them yet"):
-        compared(None, cluster=cluster_of(None, None), workload=GPT, stages=2, recompute=True)
+    cluster, last = cluster_of(None, None), replace(halves(1), cuts=(16,))  # in front of the last perceptron
+    with pytest.raises(PlanError, match=r"p1 is to recompute activations, and no repeated layer .* wholly inside of stage 1"):
+        price_stages(last, cluster=cluster, workload=GPT)
+    assert recomputing_stages(last, workload=GPT).recomputes == ("p0",)
+    unknown = replace(GPT, pieces=tuple(replace(piece, layers=()) for piece in GPT.pieces))
+    with pytest.raises(PlanError, match="no stage of this layout has a whole repeated layer"):
+        recomputing_stages(last, workload=unknown)
     with pytest.raises(PlanError, match="activations cannot be recomputed: this network has no repeated layers"):
-        compared(None, cluster=cluster_of(None, None), workload=replace(GPT, recomputation=None), recompute=True)
-    found = compared(None, cluster=cluster_of(None, None), workload=GPT, with_stages=True, recompute=True)
-    assert found.staged is None
+        compared(None, cluster=cluster, workload=replace(GPT, recomputation=None), recompute=True)

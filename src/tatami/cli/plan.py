@@ -184,6 +184,7 @@ def staged_record(plan: StagedPlan, *, found: PlanComparison, machines: Cluster)
         "cuts": list(layout.cuts),
         "samples": list({rank.replica: rank.samples for rank in plan.ranks}.values()),
         "micro_batches": list({rank.replica: rank.micro_batches for rank in plan.ranks}.values()),
+        "recomputes": list(plan.recomputes),
         "predicted_s": plan.iteration_s,
         "parts_s": dict(plan.parts_s),
         "against_weighted": weighted.predicted_s / plan.iteration_s if weighted else None,

@@ -90,6 +90,8 @@ def describe_stages(stage: ModelStage) -> StagesDescription:
         sentences.append(f"Stage {source + 1} hands {_size(forward)} a sample to stage {target + 1}, and gets {returned} back.")
     for name, holders in _tied(stage).items():
         sentences.append(f"Stages {', '.join(str(each + 1) for each in holders)} hold {name}, and sum its gradients.")
+    if names := stage.plan.recomputes:
+        sentences.append(f"Of {', '.join(names)} activations are computed once more in the backward pass.")
     return StagesDescription(plan=stage.plan, in_flight=stage.in_flight, sentences=tuple(sentences))
 
 

@@ -1073,9 +1073,9 @@ class TiledModel(nn.Module):
                 layer.__dict__["forward"] = WholeDropout(layer, context=context, samples_axis=axis or 0, orders=orders)
             elif isinstance(layer, BATCH_NORMS) and not self._is_alone:
                 layer.__dict__["forward"] = WholeBatchNorm(layer, name=name, context=context)
-        for name in self.found.layers if self.stage is None else ():
+        for name in self.found.layers:
             layer = whole.get_submodule(name)
-            layer.__dict__["forward"] = RecomputedForward(layer, is_on=lambda: self._recomputes)
+            layer.__dict__["forward"] = RecomputedForward(layer, is_on=self._computes_once_more)
 
     def _settings_of(self, module: nn.Module) -> ModuleSettings:
         partial: dict[str, frozenset[str]] = {}
@@ -1217,8 +1217,22 @@ class TiledModel(nn.Module):
         self._announce(samples, mine, widths)
         return _joined(outputs, None if self.found.captured is None else self.found.captured.result_axes)
 
-    def _keep(self, draws: Any) -> Restore:
-        """See `recomputing`: what layers ask for now, in a pass that draws from `draws`."""
+    def _computes_once_more(self) -> bool:
+        """Whether a layer that runs now is recomputed: with stages not those between whose operations there is a cut."""
+        return self._recomputes and (self.stage is None or self.stage.runs_whole)
+
+    def _keep(self, draws: Any, is_reentrant: bool) -> Restore:
+        """See `recomputing`: what layers ask for now, in a pass that draws from `draws`.
+
+        Raises:
+            ModelError: with pipeline stages, the checkpoint hides from autograd what stages send from inside of it.
+        """
+        if is_reentrant and self.stage is not None:
+            raise ModelError(
+                "torch.utils.checkpoint(..., use_reentrant=True) does not work with pipeline stages: give use_reentrant=False, "
+                "or let tatami.tile(recompute=True) recompute activations"
+            )
+        of_stage = nullcontext if self.stage is None else self.stage.keep()
         rank, replica, generator = self._rank, self._replica, self.generator
         facts, is_silent, state = vars(rank).copy(), replica.is_silent, generator.get_state()
         again = draws.copy() if isinstance(draws, LocalDrawing) else None
@@ -1230,7 +1244,7 @@ class TiledModel(nn.Module):
             replica.is_silent = is_silent
             generator.set_state(state)
             try:
-                with again.copy() if again is not None else _ANY_STATE:
+                with of_stage(), again.copy() if again is not None else _ANY_STATE:
                     yield
             finally:
                 vars(rank).update(before[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -274,6 +274,8 @@ class ModelStage:
             on_backward=self._phases.work_on,
             accumulated=accumulated,
             left=self.left,
+            # They keep the inputs of all linear layers, which recomputation is to save.
+            are_late=not self.own_layout.recomputes,
         )
 
     def run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], *, micro_batch: int, num_micro_batches: int) -> Any:
@@ -281,6 +283,16 @@ class ModelStage:
         assert self._runner is not None
         self._phases.work_on(micro_batch)
         return self._runner.run(inputs, named_inputs, micro_batch=micro_batch, num_micro_batches=num_micro_batches)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether the layer that runs now is inside of a module that this stage runs as a whole."""
+        return self._runner is not None and self._runner.inside is not None
+
+    def keep(self) -> Callable[[], AbstractContextManager[None]]:
+        """Brings back, where torch computes a part of the pass that runs now once more, what its layers ask for."""
+        assert self._runner is not None
+        return functools.partial(self._runner.again, self._runner.current or self._runner.repeated)
 
     def sum_tied(self, grads: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """The gradients of `tied`, summed over the stages that read them. Collective among these stages.

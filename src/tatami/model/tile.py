@@ -45,6 +45,7 @@ from tatami.stages.running import release
 from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Layout, Plan, StagedLayout, alone_warning
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.memory import memory_bytes, optimizer_shares
+from tatami.tiling.recomputing import recomputing_stages
 from tatami.tiling.staged import fastest_plan
 from tatami.tiling.staged_price import StagedPlan, price_stages
 from tatami.workload import Workload, as_probed, check_wire
@@ -102,7 +103,7 @@ def tile(
         micro_batches: in how many parts each replica computes its samples, one after another; None: the planner's choice.
         recompute: whether ranks keep only the inputs of the network's repeated layers, and compute their other activations once
             more in the backward pass (docs/networks.md, Memory): True: all; False: none; None: those that the plan chose
-            because they lack memory. Not with pipeline stages yet.
+            because they lack memory. With pipeline stages all ranks of a stage do, or none.
         sharded_optimizer: each rank updates a shard of the weights and keeps the optimizer's state of that shard alone, a share
             by memory and speed; the others are sent its weights (ZeRO; docs/training.md). Replicas, or their pipeline stages,
             then have one rank each.
@@ -149,7 +150,7 @@ def tile(
         raise InputError(f"give tatami.tile a layout or a number of stages, not both; the layout is {layout.to_json()}")
     if layout is not None and micro_batches is not None:
         layout = layout.in_micro_batches(micro_batches)
-    layout = _asked_to_recompute(layout, recompute, stages=stages)
+    layout = _asked_to_recompute(layout, recompute)
     with _setting_up(comm):  # the first meeting after each has made or loaded its network
         target = settle_devices(comm, device, model=plain, random=random)
     cluster = _given(speeds, comm)
@@ -246,6 +247,8 @@ def tile(
             pieces=pieces,
             overlaps_sums=on_cpus and may_overlap(comm),
         )
+        if recompute and isinstance(layout, StagedLayout):
+            layout = recomputing_stages(layout, workload=workload)
         planned: Plan | StagedPlan | None = None
         if layout is None:
             decide = functools.partial(
@@ -334,21 +337,15 @@ def tile(
     return tiled
 
 
-def _asked_to_recompute(
-    layout: Layout | StagedLayout | None, recompute: bool | None, *, stages: int | None
-) -> Layout | StagedLayout | None:
-    """The layout that was given, as far as any was, with what was asked for.
+def _asked_to_recompute(layout: Layout | StagedLayout | None, recompute: bool | None) -> Layout | StagedLayout | None:
+    """The layout that was given, as far as any was, with what was asked for; of stages it is not known yet which can.
 
     Raises:
-        InputError: recomputation was asked for with pipeline stages, or a layout has it that was not to.
+        InputError: a layout recomputes that was not to.
     """
-    if recompute and (isinstance(layout, StagedLayout) or (stages or 1) > 1):
-        raise InputError("recompute=True does not work with pipeline stages yet: give stages=1, or leave recompute out")
-    if not isinstance(layout, Layout):
-        return layout
-    if recompute is False and layout.recomputes:
+    if recompute is False and layout is not None and layout.recomputes:
         raise InputError(f"recompute=False, and the layout has {layout.recomputes[0]} recompute: leave one of them out")
-    return layout.recomputing() if recompute else layout
+    return layout.recomputing() if recompute and isinstance(layout, Layout) else layout
 
 
 def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayout | None) -> None:
@@ -499,6 +496,7 @@ def _told_stages(planned: StagedPlan) -> str:
     batches = sorted({replica.micro_batches for replica in layout.stages[0].replicas})
     predicted = f"; predicted {planned.predicted_s:.3g} s an iteration" if planned.is_measured else ""  # of relative speeds
     rounded = f"; sums and hand-overs travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
+    rounded += f"; recomputing activations: {', '.join(_few(layout.recomputes))}" if layout.recomputes else ""
     return (
         f"tatami: {len(layout.stages)} pipeline stages of {layout.num_replicas} "
         f"{'replica' if layout.num_replicas == 1 else 'replicas'} lie as [{stages}], pieces {pieces}, "

@@ -20,7 +20,7 @@ from tatami.runtime.precision import without_autocast
 from tatami.stages.evaluation import evaluation_of
 from tatami.stages.program import ForwardOperation, ForwardProgram, Staging, obstacle_of
 from tatami.stages.recording import record
-from tatami.workload import Block, Piece
+from tatami.workload import Block, Piece, RepeatedLayer
 
 _WIDER = 1.5
 """A cut at which more crosses than so many times the least nearby is no place to cut at."""
@@ -70,7 +70,7 @@ class RecordedNetwork:
             )
 
     def pieces_with(self, found: Blocks, facts: Sequence[Block]) -> tuple[Piece, ...]:
-        """The pieces, with the blocks that several ranks of a stage can share.
+        """The pieces, with the blocks that several ranks of a stage can share, and the layers that they can compute once more.
 
         Args:
             found: what of the network is tiled where there are no stages.
@@ -92,7 +92,25 @@ class RecordedNetwork:
             for index in indices:
                 if (fact := fact_of[index]) is not None:
                     own.setdefault(first, []).append((fact, last - first + 1))
-        return tuple(replace(piece, blocks=tuple(own.get(place, ()))) for place, piece in enumerate(self.pieces))
+        layers: dict[int, list[RepeatedLayer]] = {}
+        for name in found.layers:
+            if name not in ranges or found.captured is None:
+                continue
+            called = [(call.first, call.stop) for call in self.program.calls if call.module == name]
+            operations = [each for first, stop in called for each in self.program.operations[first:stop]]
+            begin, end = (bisect_right(self.firsts, at) - 1 for at in (ranges[name][0], ranges[name][1] - 1))
+            layer = RepeatedLayer(
+                name=name,
+                pieces=end - begin + 1,
+                kept_bytes=sum(each.kept_bytes for each in operations) / self.program.samples,
+                input_bytes=found.captured.layers[name].input_bytes,
+                flop=sum(each.flop for each in operations) / self.program.samples,
+            )
+            layers.setdefault(begin, []).append(layer)
+        return tuple(
+            replace(piece, blocks=tuple(own.get(place, ())), layers=tuple(layers.get(place, ())))
+            for place, piece in enumerate(self.pieces)
+        )
 
     def staging(self, cuts: Sequence[int]) -> Staging:
         """The program, cut in front of these pieces.

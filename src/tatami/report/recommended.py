@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from tatami.cluster import Cluster, Link
 from tatami.report.machines import display_names
 from tatami.report.tables import Table, table_of
 from tatami.report.words import percent, wrapped
-from tatami.tiling import DEFAULT_PLANNER, Layout, Obstacle, Plan, PlanLimits, SlowestLink, StagedPlan
+from tatami.tiling import DEFAULT_PLANNER, Obstacle, Plan, PlanLimits, SlowestLink, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
 from tatami.tiling.left_out import Reason
 from tatami.tiling.memory import memory_bytes
@@ -25,23 +24,30 @@ def recommendation(plan: Plan, *, cluster: Cluster, width: int) -> str:
     """The recommended plan in words, and who has no part in it, in lines of at most `width` characters."""
     words = plan_words(plan, cluster=cluster)
     idle = without_work(plan.layout.processors, cluster=cluster, reasons=plan.reasons)
-    return wrapped(f"Recommended: {words}.{recomputing_words(plan, cluster=cluster)}{idle}", width=width)
+    layout, times = plan.layout, plan.workload.passes(recomputes=True)
+    otherwise = memory_bytes(layout.keeping, workload=plan.workload, cluster=cluster.only(layout.processors))
+    again = recomputing_words(plan, otherwise, times=times, cluster=cluster)
+    return wrapped(f"Recommended: {words}.{again}{idle}", width=width)
 
 
-def recomputing_words(plan: Plan, *, cluster: Cluster) -> str:
-    """A sentence that says which machines recompute activations, and what that costs and saves; empty where none does."""
-    names, layout = plan.layout.recomputes, plan.layout
+def recomputing_words(plan: Plan | StagedPlan, otherwise: Mapping[str, float], *, times: float, cluster: Cluster) -> str:
+    """A sentence that says which machines recompute activations, and what that costs and saves; empty where none does.
+
+    Args:
+        plan: the recommended one.
+        otherwise: what each processor would keep, in bytes, if none recomputed.
+        times: how often they compute their work.
+        cluster: what it was planned for.
+    """
+    names = plan.layout.recomputes
     if not names:
         return ""
-    keeping = Layout(replicas=tuple(replace(each, recomputes=False) for each in layout.replicas))
-    otherwise = memory_bytes(keeping, workload=plan.workload, cluster=cluster.only(layout.processors))
     sizes = []
     for found in (plan.memory_bytes, otherwise):
         least, most = (format_size(round(choose(found[name] for name in names)), digits=3) for choose in (min, max))
         sizes.append(least if least == most else f"{least} to {most}")
     who = listed_machines(names, cluster=cluster)
     verb = "recomputes its" if len(names) == 1 else "recompute their"
-    times = plan.workload.passes(recomputes=True)
     return f" {who[0].upper()}{who[1:]} {verb} activations: {times:.2g} x the work, {sizes[0]} in place of {sizes[1]}."
 
 

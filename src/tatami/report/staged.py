@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from tatami.cluster import Cluster
 from tatami.report.machines import MachineLine
-from tatami.report.recommended import listed_machines, seconds_words, without_work
+from tatami.report.recommended import listed_machines, recomputing_words, seconds_words, without_work
 from tatami.report.words import percent, wrapped
 from tatami.tiling import ProcessorTime, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
+from tatami.tiling.staged_price import price_stages
 from tatami.units import format_speed
 
 
@@ -22,7 +23,12 @@ def staged_recommendation(plan: StagedPlan, *, cluster: Cluster, width: int) -> 
         words = f"{layout.num_replicas} replicas of {words}; replicas share the {samples:,} samples"
     numbers = sorted({rank.micro_batches for rank in plan.ranks})
     words += f", in {' to '.join(map(str, numbers))} micro-batch{'es' if numbers[-1] > 1 else ''}"
-    return wrapped(f"Recommended: {words}.{without_work(layout.processors, cluster=cluster)}", width=width)
+    again, idle = "", without_work(layout.processors, cluster=cluster)
+    if plan.recomputes:
+        keeping = price_stages(layout.recomputing(()), cluster=cluster, workload=plan.workload)
+        times = max(rank.pass_s / (rank.pass_s - rank.again_s) for rank in plan.ranks)
+        again = recomputing_words(plan, keeping.memory_bytes, times=times, cluster=cluster)
+    return wrapped(f"Recommended: {words}.{again}{idle}", width=width)
 
 
 def staged_lines(plan: StagedPlan) -> tuple[MachineLine, ...]:

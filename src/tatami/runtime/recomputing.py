@@ -26,8 +26,8 @@ from tatami.errors import warn
 
 Restore = Callable[[], AbstractContextManager[Any]]
 """Brings back, for the length of a with-block, what was there when it was made."""
-Keep = Callable[[], Restore]
-"""Keeps what is there now."""
+Keep = Callable[[bool], Restore]
+"""Keeps what is there now; told whether the checkpoint uses reentrant autograd."""
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _EARLY_STOP = 5
@@ -91,7 +91,7 @@ def _again(function: Callable[..., Any], *, first: int) -> Callable[..., Any]:
     keeps: tuple[Keep, ...] = tuple(getattr(_running, "keeps", ()))
     if not keeps:
         return function
-    restores = [keep() for keep in keeps]
+    restores = [keep(first > 1) for keep in keeps]
     calls = 0
 
     @functools.wraps(function)

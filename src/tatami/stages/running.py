@@ -14,7 +14,8 @@ silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,7 @@ class StageRunner:
         evaluation: the program of evaluation, cut; None where it is that of training; an error where it cannot be cut so.
         accumulated: where gradients of earlier micro-batches are (`tatami.stages.late_weights`).
         left: takes products of weights for later; to be computed when the last backward pass is done. None: nothing is left.
+        are_late: whether gradients of weights may come after that of the stage's input.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class StageRunner:
         accumulated: Accumulated = lambda _: None,
         evaluation: Staging | ModelError | None = None,
         left: LeftProducts | None = None,
+        are_late: bool = True,
     ) -> None:
         self.on_backward, self.accumulated, self.left = on_backward, accumulated, left or LeftProducts()
         self.module, self.channel, self.generator = module, channel, generator
@@ -104,9 +107,11 @@ class StageRunner:
         parts = [each for each in (self.training, self.evaluation) if isinstance(each, StagePart)]
         called = set().union(*(each.called for each in parts))
         self.current: _Pass | None = None
+        self.repeated: _Pass | None = None
+        """The pass of which torch computes a part once more, in the backward pass."""
         self.dropouts = [each for each in module.modules() if isinstance(each, _DropoutNd)]
-        self.is_behind = any(each.target == self.stage for each in staging.handovers)
-        """Whether another stage waits for gradients of this one."""
+        self.is_behind = are_late and any(each.target == self.stage for each in staging.handovers)
+        """Whether another stage waits for gradients of this one, before those of weights are computed."""
         self.linear = _linear_layers(module, staging, self.stage)
         for layer in self.linear:
             layer.__dict__["forward"] = _late(self, layer, layer.forward)
@@ -118,6 +123,20 @@ class StageRunner:
     def part(self) -> StagePart | ModelError:
         """The stage's part of the program for the network's mode."""
         return self.training if self.module.training else self.evaluation
+
+    @property
+    def inside(self) -> _Pass | None:
+        """The pass, while a module of it runs as a whole or is computed once more."""
+        return self.current if self.current is not None and self.current.is_inside else self.repeated
+
+    @contextmanager
+    def again(self, taken: _Pass | None) -> Iterator[None]:
+        """While torch computes a part of this pass once more."""
+        before, self.repeated = self.repeated, taken
+        try:
+            yield
+        finally:
+            self.repeated = before
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, micro_batch: int = 0, num_micro_batches: int = 1) -> Any:
         """The forward pass over one micro-batch; on the last stage its results, on others stand-ins of them.
@@ -408,10 +427,11 @@ def _intercepted(runner: StageRunner, name: str, plain: Callable[..., Any]) -> C
         if runner.current is not None:
             return runner.current.call(name, plain, args, kwargs)
         # Outside of a pass this is recomputation, in the backward pass, of what was computed here.
-        if name in runner.training.elsewhere:
+        if name in runner.training.elsewhere or has_stand_in((args, kwargs)):
             raise ModelError(
-                f"{name} belongs to another stage, and is called outside of the forward pass, as torch.utils.checkpoint does. "
-                "What it computes again must be within one stage: cut elsewhere (layout=), or use one stage"
+                f"{name} belongs to another stage, or reads a tensor of one, and is called outside of the forward pass, as "
+                "torch.utils.checkpoint does. What it computes again must be within one stage: cut elsewhere (layout=), or use "
+                "one stage"
             )
         return plain(*args, **kwargs)
 
@@ -441,9 +461,9 @@ class _Plain:
 
 def _late(runner: StageRunner, layer: nn.Linear, plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        taken = runner.current
+        taken = runner.inside
         is_plain = getattr(plain, "is_plain", True)
-        if taken is None or taken.late is None or not (taken.is_inside and is_plain) or len(args) != 1 or kwargs:
+        if taken is None or taken.late is None or not is_plain or len(args) != 1 or kwargs:
             return plain(*args, **kwargs)
         return taken.late.call(layer, args[0])
 

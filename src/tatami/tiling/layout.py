@@ -230,6 +230,11 @@ class Layout:
         )
         return self if replicas == self.replicas else Layout(replicas=replicas)
 
+    @property
+    def keeping(self) -> Layout:
+        """The same shares, where no replica recomputes."""
+        return Layout(replicas=tuple(replace(replica, recomputes=False) for replica in self.replicas))
+
     def sample_sizes(self, samples: int) -> tuple[int, ...]:
         """How many of a batch's `samples` each replica has: `whole_shares`."""
         sizes = self._samples.get(samples)

@@ -50,12 +50,15 @@ class PipelineFlow:
         late_s: W_i, of the same shape; 0 for the first stage, for which no other one waits.
         behind_s: c_i, of the same shape; 0 for the last stage.
         micro_batches: m.
+        again_s: the part of t_i, of the same shape, in which a stage recomputes activations, in its backward pass.
     """
 
-    def __init__(self, passes_s: Floats, *, late_s: Floats, behind_s: Floats, micro_batches: int) -> None:
+    def __init__(
+        self, passes_s: Floats, *, late_s: Floats, behind_s: Floats, micro_batches: int, again_s: Floats | float = 0.0
+    ) -> None:
         self.passes_s, self.late_s, self.behind_s, self.micro_batches = passes_s, late_s, behind_s, micro_batches
-        self._forward_s = (1 - BACKWARD) * passes_s
-        self._early_s = BACKWARD * passes_s - late_s
+        self._forward_s = (1 - BACKWARD) * (passes_s - again_s)
+        self._early_s = BACKWARD * (passes_s - again_s) + again_s - late_s
 
     @property
     def num_stages(self) -> int:

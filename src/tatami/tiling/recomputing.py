@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from tatami.errors import PlanError
 from tatami.tiling.layout import Layout
+from tatami.tiling.staged_layout import StagedLayout
+from tatami.tiling.staged_price import recomputable
 from tatami.workload import Workload
+
+
+def recomputing_stages(layout: StagedLayout, *, workload: Workload) -> StagedLayout:
+    """The same layout, where all stages recompute that can.
+
+    Raises:
+        PlanError: none can.
+    """
+    stages = recomputable(layout, workload)
+    if not stages:
+        raise PlanError(
+            "activations are to be recomputed, and no stage of this layout has a whole repeated layer that can be computed "
+            "once more (docs/networks.md, Memory): cut in front of other pieces, or leave recomputation out"
+        )
+    return layout.recomputing(stages)
 
 
 def refuse_recomputation(layout: Layout, *, workload: Workload) -> None:

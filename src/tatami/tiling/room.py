@@ -16,7 +16,7 @@ _NO_LOSS = 1.01
 _MOST_DOUBLINGS = 10
 _MOST_REPLICAS = 16
 """Most replicas of which single ones are tried with more micro-batches, too; all together always are."""
-_WORTH = 0.05
+WORTH_IT = 0.05
 """Fraction of an iteration that must be saved by micro-batches beyond those that memory needs, or by recomputation where memory
 does without."""
 
@@ -67,7 +67,7 @@ def with_room(
     again = min(_recomputing(plain, cluster=cluster, workload=workload, ranks=ranks), key=price, default=None)
     if best is None or again is None:
         return again if best is None else best
-    return again if price(again) < (1 - _WORTH) * price(best) else best
+    return again if price(again) < (1 - WORTH_IT) * price(best) else best
 
 
 def _recomputing(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None) -> Iterator[Layout]:
@@ -115,7 +115,7 @@ def at_best_sizes(layout: Layout, *, cluster: Cluster, workload: Workload, cost:
                 )
             )
             price = cost.price(more, cluster=cluster, workload=workload).total
-            if price >= (1 - _WORTH) * least:
+            if price >= (1 - WORTH_IT) * least:
                 break
             best, least = more, price
     return best

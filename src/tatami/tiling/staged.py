@@ -31,11 +31,12 @@ from tatami.tiling.links import SlowestLink
 from tatami.tiling.pipeline import PipelineStage, PipelineTask, best_pipeline
 from tatami.tiling.pipeline_flow import Floats
 from tatami.tiling.plan import Plan, plan
+from tatami.tiling.room import WORTH_IT
 from tatami.tiling.sharding import num_rounds
 from tatami.tiling.span import whole_shares
 from tatami.tiling.staged_hosts import shared_hosts
 from tatami.tiling.staged_layout import StagedLayout
-from tatami.tiling.staged_price import PASS_MESSAGES, StagedPlan, pass_speed, price_stages
+from tatami.tiling.staged_price import PASS_MESSAGES, StagedPlan, pass_speed, price_stages, recomputable
 from tatami.workload import Workload, as_probed
 
 LEAST_GAIN = 0.03
@@ -81,14 +82,14 @@ def fastest_plan(
     Args:
         planner: of layouts without stages.
         cluster, workload, cost, idle: as of `tatami.tiling.plan`.
-        stages: how many there are to be; None: as many as is fastest, and none where all recompute (`Workload.recompute`).
+        stages: how many there are to be; None: as many as is fastest.
 
     Raises:
         PlanError: nothing fits.
     """
     priced = cost if isinstance(cost, AlphaBetaCost) else None
     staged = None
-    if workload.pieces and (cost is None or priced is not None) and not workload.recompute:
+    if workload.pieces and (cost is None or priced is not None):
         staged = plan_stages(cluster, workload, stages=stages, cost=priced)
     if stages is not None and stages > 1:
         if staged is None:
@@ -120,6 +121,9 @@ def plan_stages(
 ) -> StagedPlan | None:
     """The fastest layout of at least two stages that is found; every rank gets the same answer from the same arguments.
 
+    Stages recompute activations (`Workload.recompute`) where memory allows none otherwise, or where that takes clearly less
+    time than more micro-batches and other stages.
+
     Args:
         cluster: the machines; some may have no place in the layout.
         workload: what is laid out.
@@ -144,17 +148,26 @@ def plan_stages(
         return None
     cost = cost or AlphaBetaCost()
     search = _Search(cluster, workload, cost, stages, micro_batches)
-    layouts = search.layouts()
-    for shared in shared_hosts(cluster, workload, cost=cost):
-        if min(len(shared.workload.pieces), shared.cluster.size) >= (stages or 2):
-            own = _Search(shared.cluster, shared.workload, cost, stages, micro_batches)
-            layouts = chain(layouts, map(shared.layout, own.layouts()))
-    found: StagedPlan | None = None
-    for layout in layouts:
-        plan = search.priced(layout)
-        if plan.fits and (found is None or plan.iteration_s < found.iteration_s):
-            found = plan
-    return None if found is None else search.first_rank_last(found)
+
+    def fastest(*, recomputes: bool) -> StagedPlan | None:
+        layouts = _Search(cluster, workload, cost, stages, micro_batches, recomputes=recomputes).layouts()
+        for shared in shared_hosts(cluster, workload, cost=cost):
+            if min(len(shared.workload.pieces), shared.cluster.size) >= (stages or 2):
+                own = _Search(shared.cluster, shared.workload, cost, stages, micro_batches, recomputes=recomputes)
+                layouts = chain(layouts, map(shared.layout, own.layouts()))
+        found: StagedPlan | None = None
+        for layout in layouts:
+            for priced in search.recomputing(layout) if recomputes else (search.priced(layout),):
+                if priced.fits and (found is None or priced.iteration_s < found.iteration_s):
+                    found = priced
+        return found
+
+    best = None if workload.recompute else fastest(recomputes=False)
+    if workload.recompute or (workload.may_recompute and search.is_short_of_memory):
+        again = fastest(recomputes=True)
+        if best is None or (again is not None and again.iteration_s < (1 - WORTH_IT) * best.iteration_s):
+            best = again
+    return None if best is None else search.first_rank_last(best)
 
 
 def _check(stages: int | None, micro_batches: int | None, *, cluster: Cluster, workload: Workload) -> None:
@@ -197,6 +210,8 @@ class _Search:
         cost: AlphaBetaCost,
         stages: int | None,
         micro_batches: int | None,
+        *,
+        recomputes: bool = False,
     ) -> None:
         self.cluster, self.workload, self.cost = cluster, workload, cost
         self.stages, self.micro_batches = stages, micro_batches
@@ -225,6 +240,50 @@ class _Search:
                 strict=True,
             )
         )
+
+        self.largest_bytes = 0.0
+        if recomputes:
+            self._recompute()
+
+    def _recompute(self) -> None:
+        """Search as if every layer were recomputed, wherever it is cut: its pieces keep parts of its input."""
+        self.late = np.zeros_like(self.late)
+        for place, piece in enumerate(self.workload.pieces):
+            for layer in piece.layers:
+                own = slice(place, place + layer.pieces)
+                kept, flop = self.activations[own], self.flop[own]
+                dropped = max(0.0, layer.kept_bytes - layer.input_bytes)
+                self.activations[own] = np.maximum(0.0, kept - dropped * kept / max(kept.sum(), 1.0))
+                self.flop[own] = flop + layer.flop * flop / max(flop.sum(), 1.0)
+                self.largest_bytes = max(self.largest_bytes, layer.kept_bytes)
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether some machine could not keep all of the network, with its gradients on their way and all samples."""
+        gradients = self.gradients.sum() / self.workload.wire_bytes * max(self.workload.element_bytes, 4)
+        whole = self.state.sum() + 3 * gradients + self.workload.samples * self.activations.sum()
+        return bool((self.memory < whole + self.workload.most_update_bytes).any())
+
+    def recomputing(self, layout: StagedLayout) -> Iterator[StagedPlan]:
+        """The layout, and that whose cuts are between layers: all stages recompute, or those that lack memory otherwise."""
+        between = {0, *range(len(self.workload.pieces))}
+        for place, piece in enumerate(self.workload.pieces):
+            for layer in piece.layers:
+                between -= set(range(place + 1, place + layer.pieces))
+        nearest = tuple(min(between, key=lambda at: abs(at - cut)) for cut in layout.cuts)
+        several = [layout.cuts, *([nearest] if nearest[0] > 0 and len(set(nearest)) == len(nearest) else [])]
+        for cuts in dict.fromkeys(several):
+            cut = StagedLayout(stages=layout.stages, cuts=cuts)
+            chosen = set(recomputable(cut, self.workload))
+            if not chosen:
+                continue
+            plan = self.priced(cut.recomputing(chosen))
+            times_s = {rank.stage: rank.pass_s for rank in plan.ranks}
+            for stage in sorted(chosen, key=lambda stage: -times_s[stage]) if not self.workload.recompute else ():
+                other = self.priced(cut.recomputing(chosen - {stage}))
+                if other.fits and other.iteration_s <= plan.iteration_s:
+                    chosen, plan = chosen - {stage}, other
+            yield plan
 
     def priced(self, layout: StagedLayout) -> StagedPlan:
         return price_stages(layout, cluster=self.cluster, workload=self.workload, cost=self.cost)
@@ -361,7 +420,7 @@ class _Search:
             state_bytes=state,
             activation_bytes=self.activations * math.ceil(samples.max()),
             update_bytes=workload.most_update_bytes,
-            memory_bytes=self.memory[groups].min(axis=1),
+            memory_bytes=self.memory[groups].min(axis=1) - self.largest_bytes * math.ceil(samples.max()),
             micro_batches=micro_batches,
             sum_s=sum_s,
             gradient_bytes=self.gradients,

@@ -7,6 +7,7 @@ less what the sums between them take; what is found is laid out over the ranks, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -102,14 +103,20 @@ def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[Piece, ...]
         if place and place >= stop:
             firsts.append(place)
         stop = max([stop, *(place + span for _, span in piece.blocks if 2 * span <= len(pieces))])
-    joined = []
+    joined: list[Piece] = []
     for first, last in pairwise((*firsts, len(pieces))):
         own = pieces[first:last]
         sums = {
             name: sum(getattr(piece, name) for piece in own)
             for name in ("flop_per_sample", "parameters", "frozen_bytes", "activation_bytes_per_sample")
         }
-        joined.append(replace(own[0], shared=tuple(each for piece in own for each in piece.shared), blocks=(), **sums))
+        layers = [
+            replace(layer, pieces=bisect_right(firsts, place + layer.pieces - 1) - len(joined))
+            for place, piece in enumerate(own, start=first)
+            for layer in piece.layers
+        ]
+        shared = tuple(each for piece in own for each in piece.shared)
+        joined.append(replace(own[0], shared=shared, blocks=(), layers=tuple(layers), **sums))
     return tuple(firsts), tuple(joined)
 
 

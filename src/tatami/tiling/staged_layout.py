@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -37,8 +37,12 @@ class StagedLayout:
         shares = {tuple((replica.width, replica.micro_batches) for replica in stage.replicas) for stage in self.stages}
         if len(shares) > 1:
             raise PlanError("each replica has the same share of the samples, in as many micro-batches, in all stages")
-        if recomputing := [name for stage in self.stages for name in stage.recomputes]:
-            raise PlanError(f"pipeline stages do not recompute activations yet, and {recomputing[0]} is to: leave that out")
+        for stage in self.stages:
+            if stage.recomputes and (keeping := set(stage.processors).difference(stage.recomputes)):
+                raise PlanError(
+                    f"{stage.recomputes[0]} is to recompute activations, and {min(keeping)} of the same stage is not: "
+                    "have all ranks of a stage recompute, or none"
+                )
         if len(set(self.processors)) < len(self.processors):
             raise PlanError("each processor has one place in the layout; one has several stages")
 
@@ -62,6 +66,16 @@ class StagedLayout:
     def in_micro_batches(self, number: int) -> StagedLayout:
         """The same stages, every replica in this number of micro-batches."""
         return StagedLayout(stages=tuple(stage.in_micro_batches(number) for stage in self.stages), cuts=self.cuts)
+
+    @cached_property
+    def recomputes(self) -> tuple[str, ...]:
+        """The processors that recompute their activations."""
+        return tuple(chain.from_iterable(stage.recomputes for stage in self.stages))
+
+    def recomputing(self, stages: Collection[int]) -> StagedLayout:
+        """The same shares, where the ranks of these stages recompute their activations, and others do not."""
+        laid = (stage.recomputing() if number in stages else stage.keeping for number, stage in enumerate(self.stages))
+        return StagedLayout(stages=tuple(laid), cuts=self.cuts)
 
     def to_dict(self) -> dict[str, Any]:
         return {"stages": [stage.to_dict() for stage in self.stages], "cuts": list(self.cuts)}

@@ -25,7 +25,7 @@ from tatami.tiling.memory import memory_bytes, optimizer_shares
 from tatami.tiling.pipeline_flow import PipelineFlow
 from tatami.tiling.staged_layout import StagedLayout
 from tatami.tiling.traffic import sum_algorithm
-from tatami.workload import Piece, Workload
+from tatami.workload import Block, Piece, Recomputation, RecomputedLayer, RepeatedLayer, Workload
 
 PASS_MESSAGES = 80
 """What a micro-batch costs a rank however little it computes, in messages: Python goes through the forward pass of the whole
@@ -47,6 +47,7 @@ class StagedRank:
         pass_s: its pieces in one micro-batch, forward and backward, with the sums inside of a stage of several ranks and what
             messages cost it.
         late_s: of these, what no other stage waits for: gradients of weights.
+        again_s: of these, the time of activations that are recomputed.
         compute_s: its pieces in all micro-batches, and what its messages cost it.
         handover_s: of all hand-overs to it and from it, those included that are hidden behind computing.
         exposed_s: what it waits for hand-overs, on their way or because they take longer than computing; and the sums inside of
@@ -67,6 +68,7 @@ class StagedRank:
     units_fraction: float
     pass_s: float
     late_s: float
+    again_s: float
     compute_s: float
     handover_s: float
     exposed_s: float
@@ -124,6 +126,11 @@ class StagedPlan:
         return {rank.processor: rank.memory_bytes for rank in self.ranks}
 
     @property
+    def recomputes(self) -> tuple[str, ...]:
+        """The processors that recompute their activations."""
+        return self.layout.recomputes
+
+    @property
     def fits(self) -> bool:
         """Whether no rank keeps more than it has."""
         return all(rank.memory_given_bytes is None or rank.memory_bytes <= rank.memory_given_bytes for rank in self.ranks)
@@ -162,12 +169,25 @@ def price_stages(
             stage i of p keeps p - i.
 
     Raises:
-        PlanError: pieces that are not known, or fewer than the layout has stages; ranks that share a stage without blocks.
+        PlanError: pieces that are not known, or fewer than the layout has stages; ranks that share a stage without blocks, or
+            recompute one without a whole layer.
     """
     edges = (0, *layout.cuts, len(workload.pieces))
     if edges[-1] <= edges[-2]:
         raise PlanError(f"a network of {edges[-1]} pieces cannot be cut in front of pieces {layout.cuts}")
     return _Price(layout, edges, cluster=cluster, workload=workload, cost=cost or AlphaBetaCost()).plan(hides=hides)
+
+
+def recomputable(layout: StagedLayout, workload: Workload) -> tuple[int, ...]:
+    """The stages that have all of a repeated layer, so that their ranks can compute it once more."""
+    edges = (0, *layout.cuts, len(workload.pieces))
+    return tuple(stage for stage, (first, stop) in enumerate(pairwise(edges)) if _layers(workload.pieces[first:stop]))
+
+
+def _layers(pieces: Sequence[Piece]) -> list[RepeatedLayer]:
+    """The repeated layers that are wholly inside of these pieces."""
+    ends = [(place + layer.pieces, layer) for place, piece in enumerate(pieces) for layer in piece.layers]
+    return [layer for end, layer in ends if end <= len(pieces)]
 
 
 def stage_workload(
@@ -183,12 +203,17 @@ def stage_workload(
     part = len(pieces) / len(workload.pieces)
     ends = [(place + span, block) for place, piece in enumerate(pieces) for block, span in piece.blocks if is_wide]
     blocks = tuple(block for end, block in ends if end <= len(pieces))
+    layers = _layers(pieces)
+    inside = [[index for index, block in enumerate(blocks) if layer.has(block.name)] for layer in layers]
+    again = [
+        RecomputedLayer(beside_bytes=max(0.0, layer.kept_bytes - sum(map(_block_bytes, own))), blocks=tuple(indices))
+        for layer, indices in zip(layers, inside, strict=True)
+        for own in [[blocks[index] for index in indices]]
+    ]
     split = {
         "parameters": sum(block.parameters for block in blocks),
         "flop_per_sample": sum(block.flop(units=block.units, samples=1) for block in blocks),
-        "activation_bytes_per_sample": sum(
-            block.units * block.unit_activation_bytes + block.sample_activation_bytes for block in blocks
-        ),
+        "activation_bytes_per_sample": sum(map(_block_bytes, blocks)),
         "frozen_bytes": sum(block.units * block.unit_frozen_bytes for block in blocks),
     }
     whole = {name: max(0, sum(getattr(piece, name) for piece in pieces) - own) for name, own in split.items()}
@@ -201,10 +226,23 @@ def stage_workload(
         replicated_flop_per_sample=round(whole["flop_per_sample"]),
         replicated_activation_bytes=whole["activation_bytes_per_sample"],
         replicated_frozen_bytes=whole["frozen_bytes"],
+        recomputation=Recomputation(
+            kept_bytes=max(0.0, whole["activation_bytes_per_sample"] - sum(layer.beside_bytes for layer in again))
+            + sum(layer.input_bytes for layer in layers),
+            layers=tuple(again),
+            flop_fraction=sum(layer.flop for layer in layers) / max(1.0, sum(piece.flop_per_sample for piece in pieces)),
+        )
+        if again
+        else None,
         backward_moments=((1.0, 1.0),),
         trained_tensors=round(workload.trained_tensors * part),
         batch_statistics=workload.batch_statistics[: math.ceil(len(workload.batch_statistics) * part)],
     )
+
+
+def _block_bytes(block: Block) -> float:
+    """What a block leaves behind of one sample, with all its units."""
+    return block.units * block.unit_activation_bytes + block.sample_activation_bytes
 
 
 class _Price:
@@ -233,6 +271,15 @@ class _Price:
                     f"{' and '.join(wide)} are to share the units of stage {number}, and no layer that is wholly inside of it "
                     "can be divided over units. Cut in front of other pieces, or give one processor for the stage and replica"
                 )
+            if stage.recomputes and own.recomputation is None:
+                raise PlanError(
+                    f"{stage.recomputes[0]} is to recompute activations, and no repeated layer that can be computed once more "
+                    f"is wholly inside of stage {number} (docs/networks.md, Memory): cut in front of other pieces, or leave "
+                    "recomputation out"
+                )
+        self.passes = [
+            own.passes(recomputes=bool(stage.recomputes)) for stage, own in zip(layout.stages, self.workloads, strict=True)
+        ]
         self.last = len(self.names) - 1
         self.scale = cost.scale(cluster)
         self.noise = 1 + scatter([cluster.by_name[name] for name in layout.processors])
@@ -242,9 +289,10 @@ class _Price:
         computes = [self._computes_s(replica) for replica in replicas]
         crosses = [[*(self._crosses_s(stage, replica) for stage in range(self.last)), 0.0] for replica in replicas]
         lates = [[self._late_s(stage, replica) for stage in range(self.last + 1)] for replica in replicas]
+        agains = [[own_s * (1 - 1 / passes) for own_s, passes in zip(own, self.passes, strict=True)] for own in computes]
         flows = [
-            PipelineFlow(_row(own), late_s=_row(late), behind_s=_row(behind), micro_batches=parts)
-            for own, late, behind, parts in zip(computes, lates, crosses, self.parts, strict=True)
+            PipelineFlow(_row(own), late_s=_row(late), behind_s=_row(behind), again_s=_row(again), micro_batches=parts)
+            for own, late, behind, again, parts in zip(computes, lates, crosses, agains, self.parts, strict=True)
         ]
         in_flight, left = self._kept(flows, hides=hides)
         counts = np.array([in_flight]), np.array([left])
@@ -285,6 +333,7 @@ class _Price:
                         units_fraction=height,
                         pass_s=own[stage],
                         late_s=lates[replica][stage],
+                        again_s=agains[replica][stage],
                         compute_s=compute_s,
                         handover_s=2 * parts * ways_s,
                         exposed_s=exposed_s,
@@ -325,7 +374,7 @@ class _Price:
                 found.append(self._shared_s(stage, replica))
                 continue
             processor = self.cluster.by_name[names[replica]]
-            flop = sum(piece.flop_per_sample for piece in pieces) + self.workload.sample_flop
+            flop = self.passes[stage] * sum(piece.flop_per_sample for piece in pieces) + self.workload.sample_flop
             compute_s = self._flop_s(processor, flop, replica)
             neighbours = (stage > 0) + (stage < self.last)
             statistic_s = 0.0
@@ -372,8 +421,12 @@ class _Price:
         return self.noise * samples * flop / (pass_speed(processor.speed, samples, workload=self.workload) * self.scale)
 
     def _late_s(self, stage: int, replica: int) -> float:
-        """The part of a micro-batch's work on a stage that no other stage waits for."""
-        if not stage or len(self.layout.stages[stage].replicas[replica].processors) > 1:
+        """The part of a micro-batch's work on a stage that no other stage waits for.
+
+        To leave it for later keeps the inputs of all layers, which recomputation is to save.
+        """
+        here = self.layout.stages[stage].replicas[replica]
+        if not stage or len(here.processors) > 1 or here.recomputes:
             return 0.0
         flop = sum(piece.late_flop_per_sample for piece in self.pieces[stage])
         return self._flop_s(self.cluster.by_name[self.names[stage][replica]], flop, replica)
@@ -405,22 +458,28 @@ class _Price:
         return kept
 
     def _flying(self, in_flight: Sequence[int]) -> list[Workload]:
-        """The workload of each stage that keeps what so many micro-batches leave behind."""
-        return [
-            replace(
-                own,
-                replicated_activation_bytes=number * own.replicated_activation_bytes,
-                blocks=tuple(
-                    replace(
-                        block,
-                        unit_activation_bytes=number * block.unit_activation_bytes,
-                        sample_activation_bytes=number * block.sample_activation_bytes,
-                    )
-                    for block in own.blocks
-                ),
+        """The workload of each stage that keeps what so many micro-batches leave behind; of a layer that is recomputed the
+        activations of one, while the backward pass goes through it."""
+        found = []
+        for layout, own, number in zip(self.layout.stages, self.workloads, in_flight, strict=True):
+            again = own.recomputation if layout.recomputes else None
+            once = {index for layer in (again.layers if again is not None else ()) for index in layer.blocks}
+            found.append(
+                replace(
+                    own,
+                    replicated_activation_bytes=number * own.replicated_activation_bytes,
+                    blocks=tuple(
+                        replace(
+                            block,
+                            unit_activation_bytes=(1 if index in once else number) * block.unit_activation_bytes,
+                            sample_activation_bytes=(1 if index in once else number) * block.sample_activation_bytes,
+                        )
+                        for index, block in enumerate(own.blocks)
+                    ),
+                    recomputation=again and replace(again, kept_bytes=number * again.kept_bytes),
+                )
             )
-            for own, number in zip(self.workloads, in_flight, strict=True)
-        ]
+        return found
 
     def _fits(self, in_flight: Sequence[int]) -> bool:
         given = self.cluster.by_name

@@ -15,7 +15,7 @@ from tatami.workload.network import (
     parse_net,
     partners,
 )
-from tatami.workload.recomputation import Recomputation, RecomputedLayer
+from tatami.workload.recomputation import Recomputation, RecomputedLayer, RepeatedLayer
 from tatami.workload.workload import WIRES, Workload, check_wire, corners
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Piece",
     "Recomputation",
     "RecomputedLayer",
+    "RepeatedLayer",
     "Section",
     "Workload",
     "as_probed",

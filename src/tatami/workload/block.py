@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 
 from tatami.errors import PlanError
+from tatami.workload.recomputation import RepeatedLayer
 
 _COUNTS = ("unit_parameters", "forward_elements", "backward_elements", "forward_sums", "backward_sums")
 _AMOUNTS = (
@@ -148,6 +149,7 @@ class Piece:
             hold the same one sum its gradients.
         blocks: the blocks that begin in this piece, each with the number of pieces that it takes. Several ranks can share the
             units of a stage that has all of these pieces.
+        layers: the repeated layers that begin in this piece.
     """
 
     name: str
@@ -159,9 +161,10 @@ class Piece:
     crossing_bytes_per_sample: float = 0.0
     shared: tuple[tuple[str, int], ...] = ()
     blocks: tuple[tuple[Block, int], ...] = ()
+    layers: tuple[RepeatedLayer, ...] = ()
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("name", "shared", "blocks") and not value >= 0:
+            if each.name not in ("name", "shared", "blocks", "layers") and not value >= 0:
                 raise ValueError(f"{each.name} of piece {self.name} must be at least 0, not {value}")

@@ -7,9 +7,11 @@ other operations.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tatami.errors import PlanError
 from tatami.workload.block import Block, Piece
-from tatami.workload.recomputation import Recomputation, RecomputedLayer
+from tatami.workload.recomputation import Recomputation, RecomputedLayer, RepeatedLayer
 from tatami.workload.workload import Workload
 
 VOCABULARY = 50_257
@@ -170,6 +172,16 @@ def _pieces(
         )
         for index, block in enumerate(blocks[: 2 * layers])
     ]
+    for index in range(0, 2 * layers if layers > 1 else 0, 2):
+        own = inner[index : index + 2]
+        layer = RepeatedLayer(
+            name=f"h.{index // 2}",
+            pieces=2,
+            kept_bytes=sum(piece.activation_bytes_per_sample for piece in own),
+            input_bytes=_FLOAT_BYTES * normed,
+            flop=sum(piece.flop_per_sample for piece in own) / _BACKWARD,
+        )
+        inner[index] = replace(own[0], layers=(layer,))
     return (embedding, *inner, head)
 
 

@@ -6,6 +6,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class RepeatedLayer:
+    """A layer that begins in a piece of the network, and that a stage which has all of it can compute once more.
+
+    Attributes:
+        name: as the network calls it.
+        pieces: number of pieces that it takes.
+        kept_bytes, input_bytes: what it leaves behind of one sample, and what its input alone takes.
+        flop: of its forward pass over one sample.
+    """
+
+    name: str
+    pieces: int
+    kept_bytes: float
+    input_bytes: float
+    flop: float
+
+    def has(self, name: str) -> bool:
+        """Whether the module or block of this name is inside of the layer."""
+        return name == self.name or name.startswith(f"{self.name}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecomputedLayer:
     """One layer.
 

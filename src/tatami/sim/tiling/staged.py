@@ -193,7 +193,7 @@ class _Iteration:
                 self._weights(rank, lambda: self._go_on(rank))
             return
         rank.is_busy = True
-        forward_s = (1 - BACKWARD) * rank.facts.pass_s
+        forward_s = (1 - BACKWARD) * (rank.facts.pass_s - rank.facts.again_s)
         if not is_backward:
             self._compute(rank, forward_s, lambda: self._forward_done(rank, number))
         else:
