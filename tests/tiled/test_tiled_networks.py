@@ -248,12 +248,12 @@ def test_the_rank_that_lacks_memory_recomputes(capsys: pytest.CaptureFixture[str
     assert "; recomputing activations: p0" in capsys.readouterr().out
 
 
-@pytest.mark.threads_only
-@pytest.mark.ranks(2)
 STAGED = staged(2, stages=2, cuts=(1,))
 """The first stage has no layer of the network below, and the second has both."""
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, Link, OwnLink, Processor, SpeedTable
 from tatami.tiling import AlphaBetaCost, Layout, Replica, plan, timeline
-from tatami.tiling.overlap import LEAST_BYTES, buckets_of, not_hidden_s, usual_bucket_bytes
+from tatami.tiling.overlap import LEAST_BYTES, buckets_of, late_share, not_hidden_s, usual_bucket_bytes
 from tatami.tiling.traffic import bucket_sum
-from tatami.workload import Workload, gpt_workload
+from tatami.workload import Block, Piece, Workload, gpt_workload
 
 HOSTS = Cluster(
     processors=tuple(Processor(name=f"p{rank}", speed=1e9, host=f"h{rank}") for rank in range(2)),
@@ -22,16 +22,28 @@ REPLICAS = Layout(replicas=tuple(Replica(width=0.5, processors=(f"p{rank}",), he
 
 
 @pytest.mark.parametrize(
-    ("sums_s", "buckets", "left_s"),
+    ("sums_s", "buckets", "late", "left_s"),
     [
-        (5.0, 1, 5.0),  # they leave when the pass ends
-        (2.0, 8, 0.25),  # all but the last bucket are done by then
-        (10.0, 8, 10.0 - 7 / 8 * 2.0),  # they go on from the first bucket's end
-        (2.0, 4, 0.5),
+        (5.0, 1, 0.5, 5.0),  # they leave when the pass ends
+        (2.0, 8, 0.0, 0.25),  # all but the last bucket are done by then
+        (10.0, 8, 0.1, 10.0 - 7 / 8 * 2.0),  # they go on from the first bucket's end
+        (2.0, 4, 0.0, 0.5),
+        (2.0, 8, 0.6, 1.2),  # the gradients of the first layer are ready when the pass ends
+        (2.0, 8, 1.0, 2.0),
     ],
 )
-def test_what_is_left_when_the_pass_ends(sums_s: float, buckets: int, left_s: float) -> None:
-    assert not_hidden_s(sums_s, buckets=buckets, backward_s=2.0) == pytest.approx(left_s)
+def test_what_is_left_when_the_pass_ends(sums_s: float, buckets: int, late: float, left_s: float) -> None:
+    assert not_hidden_s(sums_s, buckets=buckets, late=late, backward_s=2.0) == pytest.approx(left_s)
+
+
+def test_the_first_layer_is_ready_last() -> None:
+    block = Block(units=10, unit_parameters=3, forward_elements=1, flop_per_unit=1.0)
+    network = Workload(samples=8, blocks=(block, block), replicated_parameters=40, replicated_flop_per_sample=1)
+    assert late_share(network) == pytest.approx(30 / 100)
+    assert late_share(replace(network, pieces=(Piece(name="embedding", flop_per_sample=0, parameters=40),))) == pytest.approx(
+        0.4
+    )
+    assert late_share(WORKLOAD) == 0.0
 
 
 @pytest.mark.parametrize(("size", "largest"), [(LEAST_BYTES, 256 << 10), (16 << 20, 2 << 20), (1 << 30, 4 << 20)])

@@ -181,7 +181,7 @@ def shown_rounds(progress: Progress, *, clock: Clock) -> Iterator[Callable[[RunC
     def on_round(run: RunControl) -> None:
         nonlocal last
         if last is None:
-            progress.start("training", total=run.protocol.rounds, unit="rounds")
+            progress.start("training", total=run.coordinator.settings.rounds, unit="rounds")
         last = run
         if clock.now_s() - shown_s >= _SHOWN_S:
             show(run)

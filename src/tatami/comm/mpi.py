@@ -298,7 +298,7 @@ class MpiCommunicator(AbstractMpiCommunicator):
     def _start_allreduce(self, tensor: torch.Tensor, op: Op) -> AbstractRequest:
         if self.size == 2:
             return self._exchange(tensor, op)
-        parts = tensor.split(2 * _PIECE_BYTES // tensor.itemsize) if tensor.nbytes > 2 * _PIECE_BYTES else (tensor,)
+        parts = torch.split(tensor, 2 * _PIECE_BYTES // tensor.itemsize) if tensor.nbytes > 2 * _PIECE_BYTES else (tensor,)
         requests = [self.handle.Iallreduce(self.mpi.IN_PLACE, self.as_typed(part), self.ops[op]) for part in parts]
         return MpiRequest(self, requests, operation="allreduce", keep=(tensor,))
 

@@ -81,7 +81,7 @@ class StagedLayout:
         return {"stages": [stage.to_dict() for stage in self.stages], "cuts": list(self.cuts)}
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """One line of JSON; `from_json` reads it back, bit for bit."""
         return json.dumps(self.to_dict())
 
     @classmethod
@@ -94,4 +94,12 @@ class StagedLayout:
         try:
             return cls(stages=tuple(map(Layout.from_dict, raw["stages"])), cuts=tuple(map(int, raw["cuts"])))
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"not a layout with stages: {error!r}; StagedLayout.to_dict gives it") from error
+            raise PlanError(f"not a layout with stages: {error!r}; StagedLayout.to_json writes it") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> StagedLayout:
+        """Read what `to_json` wrote. Raises as `from_dict`."""
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not the JSON of a layout: {error!r}; StagedLayout.to_json writes it") from error
