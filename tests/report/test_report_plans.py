@@ -50,8 +50,8 @@ def test_each_machine_has_a_line_with_what_it_does() -> None:
     rows = table_of(found, HOME)
     assert [row["machine"] for row in rows] == ["desktop", "laptop", "old"], "in the order of the cluster"
     assert [row["samples"] for row in rows] == ["25", "17", "6"]
-    bars = {row[""] for row in rows}
-    assert bars == {"█" * bars.copy().pop().count("█") + "▒" * bars.copy().pop().count("▒")}
+    assert {row["computes"] for row in rows} == {"7.68 s", "7.84 s", "7.37 s"}, "of these samples, not of the exact shares"
+    assert [row[""].count("·") for row in rows] == [1, 0, 2]
     assert all(row["memory"].endswith(" of 8 GiB") for row in rows[1:])
     assert table_of(found, HOME, width=60)[0]["memory"] == f"{100 * found.memory_bytes['desktop'] / 2**34:.0f} %"
 
@@ -129,6 +129,8 @@ def test_plans_that_are_the_same_are_one_row() -> None:
     assert table.rows[0][:4] == ("one machine alone", "-", "-", "no room")
     assert [row[0] for row in table.rows[1:]] == ["weighted data parallelism, recommended\neven"]
     assert table.best == 1
+    table = plan_table(plans=plans[2:], best=plans[2], weighted=None, alone=None, cluster=cluster)
+    assert [row[0] for row in table.rows[1:]] == ["recommended, data parallelism"]
 
 
 def test_one_machine_alone_is_the_fastest_that_holds_the_network() -> None:
@@ -165,7 +167,7 @@ def test_what_a_link_or_a_machine_would_bring() -> None:
     assert more.takes_part == ("desktop", "laptop", "old", "new0", "new1")
     assert alone.takes_part == ("desktop",)
     table = answer_table([each.words for each in asked], found, clusters=[each.cluster for each in asked])
-    assert table.rows[0][2:] == ("1.00 x", "all 3")
+    assert table.rows[0][2:] == ("1.00 x", "desktop, laptop, old")
     assert table.rows[6][0] == "with speed=60e9,memory=16GiB,count=2"
     assert table.rows[7][3] == "desktop"
 

@@ -283,7 +283,7 @@ def test_the_bound_counts_repeated_work_of_frozen_networks(ranks: int, repeated_
     frozen = Block(units=256, unit_parameters=0, forward_elements=2048, backward_elements=2048, flop_per_unit=16_448.0)
     split = 4 * frozen.flop(units=256, samples=1)
     workload = Workload(
-        samples=64,
+        samples=32 * ranks,
         blocks=(replace(frozen, unit_parameters=8), *[frozen] * 3),
         replicated_parameters=4_000,
         replicated_flop_per_sample=round(split * repeated_fraction / (1 - repeated_fraction)),

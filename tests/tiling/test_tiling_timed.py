@@ -102,6 +102,14 @@ def test_one_machine_alone_that_is_as_fast_is_named_with_what_to_do() -> None:
     assert "train on that machine alone, or give more samples" in text
 
 
+def test_an_iteration_of_less_than_messages_take_is_warned_about_on_one_host() -> None:
+    cluster = Cluster.from_speeds([20e9, 20e9])
+    text = told(cluster, workload=Workload.mlp(64, 200, 10, samples=256))
+    assert text is not None
+    assert "try one rank alone" in text
+    assert told(cluster) is None, "an iteration of seconds"
+
+
 @pytest.mark.parametrize(
     ("cluster", "cost"),
     [

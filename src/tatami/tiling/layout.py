@@ -239,9 +239,7 @@ class Layout:
         return sizes
 
     def sample_shares(self, samples: int) -> tuple[float, ...]:
-        """Each replica's fraction of a batch's `samples` as planners price it: in whole ones where they are `FEW`."""
-        if samples >= FEW * len(self.replicas):
-            return tuple(replica.width for replica in self.replicas)
+        """Each replica's fraction of a batch's `samples`: of the whole ones that it gets, so that prices are those of a run."""
         return tuple(size / samples for size in self.sample_sizes(samples))
 
     def cut(self, *, samples: int, units: int) -> Tiling:

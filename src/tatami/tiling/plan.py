@@ -161,6 +161,7 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
         warn(told)
     time_cost = cost.cost if isinstance(cost.cost, AlphaBetaCost) else AlphaBetaCost()
     predicted = (cost if time_cost is cost.cost else time_cost).price(layout, cluster=run, workload=workload)
+    widths = layout.sample_shares(workload.samples)
     return Plan(
         planner=planner.name,
         workload=workload,
@@ -172,7 +173,7 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
         volume_bytes=volume_bytes(layout, workload=workload, cluster=run),
         volume_bounds=volume_bounds(
-            [replica.width * height for replica in layout.replicas for height in replica.heights],
+            [width * height for width, each in zip(widths, layout.replicas, strict=True) for height in each.heights],
             alpha_bytes=workload.gradient_bytes,
             beta_bytes=workload.tensor_parallel_bytes,
         ),
