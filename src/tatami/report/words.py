@@ -31,7 +31,7 @@ def share(tile: Tile, *, tiling: Tiling) -> float:
 
 
 def in_order(tiling: Tiling, names: Iterable[str]) -> Tiling:
-    """The same shares, replicas and their tiles in the order of `names`, as tables have them; planners begin with the slowest."""
+    """The same shares, with replicas and their tiles in the order of `names`; planners begin with the slowest."""
     ranks = {name: rank for rank, name in enumerate(names)}
     replicas = [sorted(each, key=lambda tile: ranks[tile.processor]) for each in tiling.replicas]
     replicas.sort(key=lambda replica: ranks[replica[0].processor])

@@ -70,7 +70,7 @@ def advise(weighted: Plan) -> Advice:
 _ACCURACY = 1.1
 """Predicted times that differ by less are the same: half of the measured ones are within 7 %."""
 _SHORT_S = 0.005
-"""Where an iteration on one host takes less, calls and messages of its ranks, about a millisecond, may decide what is fastest."""
+"""Shorter iterations on one host: calls and messages of its ranks, about a millisecond, may decide what is fastest."""
 _MOST_HELD, _MOST_TRIED = 4, 32
 """Machines of different speed or memory that are planned alone, the fastest first: those that hold the network, and all."""
 

@@ -16,6 +16,7 @@ from tatami.workload import Workload
 
 _ROUNDING = 1e-9
 
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessorTime:
     """An iteration of one processor, in seconds.
