@@ -49,7 +49,7 @@ _LOOKED_AT = 8
 class AlphaBetaCost(AbstractCost):
     """Seconds of one iteration: a round of messages costs its link's latency (alpha), and its bytes (beta).
 
-    * compute: the flop of a tile over the speed of its processor, of few samples or units in whole ones. Every sum over
+    * compute: the flop of a tile over the speed of its processor, of whole samples, and few units. Every sum over
       a replica is a meeting: the slowest rank of each block counts. Of ranks whose speeds scatter (`Processor.spread`) one is
       always slow, and all wait for it.
     * tensor_parallel: the sums of a replica as they are carried out (`sum_algorithm`); the replica that takes longest counts.
