@@ -125,7 +125,8 @@ def machine_table(lines: Sequence[MachineLine], *, names: Mapping[str, str], wid
     for row, (first, *_) in zip(rows, groups, strict=True):
         row[""] = bar(first.time, width=room)
     bars = "".join(row[""] for row in rows)
-    signs = [f"{sign} {word}" for sign, word in ((COMPUTES, "computes"), (SENDS, "sends"), (WAITS, "waits")) if sign in bars]
+    kinds = ((COMPUTES, "computes", True), (SENDS, "sends", sends), (WAITS, "waits", waits))
+    signs = [f"{sign} {word}" for sign, word, is_column in kinds if is_column or sign in bars]
     return table_of(f"In an iteration ({', '.join(signs)}):", rows, texts=("machine", "pieces", ""))
 
 
