@@ -122,6 +122,8 @@ def test_plans_that_are_the_same_are_one_row() -> None:
     assert table.rows[0][:4] == ("one machine alone", "-", "-", "no room")
     assert [row[0] for row in table.rows[1:]] == ["weighted data parallelism, recommended\neven"]
     assert table.best == 1
+    table = plan_table(plans=plans[2:], best=plans[2], weighted=None, alone=None, cluster=cluster)
+    assert [row[0] for row in table.rows[2:]] == ["recommended, data parallelism"]
 
 
 def test_one_machine_alone_is_the_fastest_that_holds_the_network() -> None:
@@ -158,7 +160,7 @@ def test_what_a_link_or_a_machine_would_bring() -> None:
     assert more.takes_part == ("desktop", "laptop", "old", "new0", "new1")
     assert alone.takes_part == ("desktop",)
     table = answer_table([each.words for each in asked], found, clusters=[each.cluster for each in asked])
-    assert table.rows[0][2:] == ("1.00 x", "all 3")
+    assert table.rows[0][2:] == ("1.00 x", "desktop, laptop, old")
     assert table.rows[6][0] == "with speed=60e9,memory=16GiB,count=2"
     assert table.rows[7][3] == "desktop"
 

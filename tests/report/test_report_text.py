@@ -51,6 +51,18 @@ def test_a_drawing_is_what_it_was() -> None:
     assert drawn == DRAWN
 
 
+def test_a_drawing_has_the_order_of_the_speeds() -> None:
+    lines = draw_text(TILING, speeds={"fast": 4, "mid": 3, "slow": 1}, width=36).splitlines()
+    assert [[name for name in ("fast", "mid", "slow") if name in line] for line in lines if any(map(str.isalpha, line))][
+        :3
+    ] == [
+        ["mid"],
+        ["fast"],
+        ["slow"],
+    ]
+    assert next(line.index("fast") for line in lines if "fast" in line) < 18, "the replica of the first one is to the left"
+
+
 def test_columns_may_stand_closer_and_say_the_same() -> None:
     wide, narrow = (run_table(RUNS).to_text(gap=gap).splitlines() for gap in (2, 1))
     assert [line.split() for line in narrow] == [line.split() for line in wide]
@@ -125,6 +137,7 @@ def test_plain_text_is_aligned() -> None:
         "   ------  -------------  ---------  ------------  ----------",
         "   even            50 ms     20,480        1.00 x   50 % ±4 %",
         "*  SRPM            25 ms     40,960        2.00 x           -",
+        "* best row",
     ]
 
 

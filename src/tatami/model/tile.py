@@ -33,6 +33,7 @@ from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.settings import take_hooks
 from tatami.progress import shown
+from tatami.report.words import in_order
 from tatami.runtime.allocator import TIGHT, give_freed_memory_back, trim_once
 from tatami.runtime.batch import on_device
 from tatami.runtime.devices import settle_devices, with_memory
@@ -260,7 +261,7 @@ def tile(
         if comm.rank == 0 and not quiet:
             is_local = batch_norm == "local" and any(isinstance(each, BATCH_NORMS) for each in whole.modules())
             local = "; batch normalization takes each replica's own statistics (not exact)" if is_local else ""
-            print(f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned)}{local}", flush=True)
+            print(f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned, cluster)}{local}", flush=True)
             if isinstance(planned, Plan) and (told := alone_warning(planned, cluster=cluster, cost=cost)):
                 warn(told)
     assert layout is not None
@@ -468,12 +469,13 @@ def _renamed(layout: Layout | StagedLayout | None, cluster: Cluster, comm: Elast
     return layout.renamed(name_of)
 
 
-def _told(planned: Plan | StagedPlan) -> str:
+def _told(planned: Plan | StagedPlan, cluster: Cluster) -> str:
     """The layout in one line, with the share of the processors' speed, or the time, that it is predicted to take."""
     if isinstance(planned, StagedPlan):
         return _told_stages(planned)
-    replicas = " | ".join(_few([" ".join(_few(replica.processors)) for replica in planned.layout.replicas]))
-    widths = " + ".join(_few([str(replica[0].samples.size) for replica in planned.tiling.replicas]))
+    shown = in_order(planned.tiling, cluster.by_name).replicas
+    replicas = " | ".join(_few([" ".join(_few([tile.processor for tile in replica])) for replica in shown]))
+    widths = " + ".join(_few([str(replica[0].samples.size) for replica in shown]))
     left_out = f"; left out: {', '.join(planned.left_out)}" if planned.left_out else ""
     again = planned.layout.recomputes
     rounded = f"; recomputing activations: {', '.join(_few(again))}" if again else ""

@@ -52,9 +52,9 @@ def _best(found: Sequence[AnswerLike]) -> int | None:
 
 def _who(used: Sequence[str], *, cluster: Cluster) -> str:
     names = [display_names(cluster)[name] for name in used]
-    if len(names) == cluster.size and len(names) > 1:
-        return f"all {len(names):,}"
-    return ", ".join(names) if len(names) <= _MOST_NAMED else f"{len(names):,} of {cluster.size:,}"
+    if len(names) <= _MOST_NAMED:
+        return ", ".join(names)
+    return f"all {len(names):,}" if len(names) == cluster.size else f"{len(names):,} of {cluster.size:,}"
 
 
 def draw_answers(ax: Axes, words: Sequence[str], found: Sequence[AnswerLike]) -> Axes:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from tatami.errors import InputError
-from tatami.report.words import ALIKE, check_speeds, idle, percent, share, working
+from tatami.report.words import ALIKE, check_speeds, idle, in_order, percent, share, working
 from tatami.tiling import Tile, Tiling, largest_remainder
 
 MIN_WIDTH = 24
@@ -36,6 +36,7 @@ def draw_text(tiling: Tiling, *, speeds: Mapping[str, float], width: int = 72) -
     if width < MIN_WIDTH:
         raise InputError(f"a drawing needs a width of at least {MIN_WIDTH} characters, not {width}")
     check_speeds(tiling, speeds=speeds)
+    tiling = in_order(tiling, speeds)
     replicas = [tuple(tile for tile in replica if tile.area) for replica in tiling.replicas]
     replicas = [replica for replica in replicas if replica]
     inside = width - len(replicas) - 1

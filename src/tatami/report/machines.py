@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tatami.cluster import Cluster
 from tatami.report.tables import Table, table_of
-from tatami.report.words import percent
+from tatami.report.words import in_order, percent
 from tatami.tiling import Plan, ProcessorTime
 from tatami.units import format_duration, format_size
 
@@ -52,27 +52,28 @@ class MachineLine:
 def machine_lines(plan: Plan, *, cluster: Cluster, times: Sequence[ProcessorTime]) -> tuple[MachineLine, ...]:
     """One line for each processor that has a tile; `times` as `tatami.tiling.timeline` has them.
 
-    In the order of the plan where processors share a replica, otherwise in that of the cluster.
+    In the order of the cluster, replica by replica.
     """
     is_tiled = len(plan.layout.replicas) < len(plan.layout.processors)
-    places = [
-        (replica, len(own.micro_batch_sizes(tile.samples.size)), tile)
-        for replica, (own, tiles) in enumerate(zip(plan.layout.replicas, plan.tiling.replicas, strict=True), start=1)
-        for tile in tiles
-    ]
-    lines = tuple(
+    time_of = {time.processor: time for time in times}
+    shown = in_order(plan.tiling, cluster.by_name)
+    micro_batches = {
+        name: len(own.micro_batch_sizes(samples))
+        for own, samples in zip(plan.layout.replicas, plan.layout.sample_sizes(plan.tiling.samples), strict=True)
+        for name in own.processors
+    }
+    return tuple(
         MachineLine(
-            time=time,
-            replica=replica if is_tiled else None,
+            time=time_of[tile.processor],
+            replica=tile.replica + 1 if is_tiled else None,
             samples=tile.samples.size,
-            micro_batches=micro_batches,
+            micro_batches=micro_batches[tile.processor],
             units_fraction=tile.units.size / plan.tiling.units,
             memory_bytes=plan.memory_bytes.get(tile.processor, 0.0),
             memory_given_bytes=cluster.by_name[tile.processor].memory_bytes,
         )
-        for (replica, micro_batches, tile), time in zip(places, times, strict=True)
+        for tile in shown.tiles
     )
-    return lines if is_tiled else tuple(sorted(lines, key=lambda line: cluster.rank_of[line.time.processor]))
 
 
 def display_names(cluster: Cluster) -> dict[str, str]:
@@ -123,7 +124,9 @@ def machine_table(lines: Sequence[MachineLine], *, names: Mapping[str, str], wid
     room = min(MOST_BAR, max(LEAST_BAR, width - used))
     for row, (first, *_) in zip(rows, groups, strict=True):
         row[""] = bar(first.time, width=room)
-    signs = [f"{COMPUTES} computes", *([f"{SENDS} sends"] if sends else ()), *([f"{WAITS} waits"] if waits else ())]
+    bars = "".join(row[""] for row in rows)
+    kinds = ((COMPUTES, "computes", True), (SENDS, "sends", sends), (WAITS, "waits", waits))
+    signs = [f"{sign} {word}" for sign, word, is_column in kinds if is_column or sign in bars]
     return table_of(f"In an iteration ({', '.join(signs)}):", rows, texts=("machine", "pieces", ""))
 
 

@@ -130,7 +130,8 @@ def plan_table(
     for words, plan in candidates:
         same = next((own for other, own in rows if plan and isinstance(other, Plan) and is_same(plan, other)), None)
         if same is None:
-            rows.append((plan, [words, plan.planner] if plan is best and plan.planner != DEFAULT_PLANNER else [words]))
+            kind = [_kind(plan)] if words == "recommended" and isinstance(plan, Plan) else []
+            rows.append((plan, [words, *kind, *([plan.planner] if plan is best and plan.planner != DEFAULT_PLANNER else [])]))
         elif words not in same:
             same.append(words)
     if staged is not None:
@@ -151,6 +152,12 @@ def plan_table(
     sized = f"{samples:,} sample{'s' if samples > 1 else ''} per iteration"
     title = f"Comparison for {f'{network} and ' if network else ''}{sized}:"
     return table_of(title, cells, texts=("plan",), best=row if len(rows) > 1 else None)
+
+
+def _kind(plan: Plan) -> str:
+    if len(plan.layout.processors) == len(plan.layout.replicas):
+        return "data parallelism"
+    return "tensor parallelism" if len(plan.layout.replicas) == 1 else "two-dimensional tiles"
 
 
 def _replicas(plan: Plan | StagedPlan) -> str:

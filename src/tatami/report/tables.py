@@ -63,7 +63,7 @@ class Table:
         return table
 
     def to_text(self, *, gap: int = 2) -> str:
-        """Plain, for a log or a pipe; the best row is led by `*`, and `gap` spaces are between columns."""
+        """Plain, for a log or a pipe; the best row is led by `*`, as a last line says, and `gap` spaces are between columns."""
         lead = ["", *("*" if index == self.best else "" for index in range(len(self.rows)))]
         rows = [self.headers, *self.rows]
         lines = [(mark if first else "", *cells) for mark, row in zip(lead, rows, strict=True) for first, cells in _lines(row)]
@@ -79,7 +79,8 @@ class Table:
         ]
         height = sum(1 for _ in _lines(self.headers))
         rule = (" " * gap).join("-" * width if width > 1 else " " * width for width in widths)
-        return "\n".join([self.title, "", *aligned[:height], rule, *aligned[height:]])
+        legend = [] if self.best is None else ["* best row"]
+        return "\n".join([self.title, "", *aligned[:height], rule, *aligned[height:], *legend])
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, str]], *, texts: Collection[str], best: int | None = None) -> Table:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tatami.report.fitting import Box, Lettering, fit_lettering
 from tatami.report.palette import EDGE, STRAW_TO_MOSS, ink_on
-from tatami.report.words import ALIKE, check_speeds, idle, percent, share, working
+from tatami.report.words import ALIKE, check_speeds, idle, in_order, percent, share, working
 from tatami.tiling import Tile, Tiling
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def draw_tiling(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float], speed_
     from matplotlib.patches import Rectangle
 
     check_speeds(tiling, speeds=speeds)
+    tiling = in_order(tiling, speeds)
     tiles = working(tiling)
     colours = _colours({tile.processor: speeds[tile.processor] for tile in tiles})
     for tile in tiles:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from tatami.errors import PlanError
-from tatami.tiling import Tile, Tiling
+from tatami.tiling import Tile, Tiling, spans
 
 ALIKE = 0.05
 """Speeds that differ by less of the fastest are shown as equal: no measurement is finer."""
@@ -27,6 +28,20 @@ def wrapped(text: str, *, width: int, indent: str = "") -> str:
 def share(tile: Tile, *, tiling: Tiling) -> float:
     """The fraction of the whole work that lies in `tile`."""
     return tile.area / (tiling.samples * tiling.units)
+
+
+def in_order(tiling: Tiling, names: Iterable[str]) -> Tiling:
+    """The same shares, with replicas and their tiles in the order of `names`; planners begin with the slowest."""
+    ranks = {name: rank for rank, name in enumerate(names)}
+    replicas = [sorted(each, key=lambda tile: ranks[tile.processor]) for each in tiling.replicas]
+    replicas.sort(key=lambda replica: ranks[replica[0].processor])
+    widths = spans([replica[0].samples.size for replica in replicas])
+    tiles = (
+        replace(tile, replica=index, samples=width, units=units)
+        for index, (replica, width) in enumerate(zip(replicas, widths, strict=True))
+        for tile, units in zip(replica, spans([each.units.size for each in replica]), strict=True)
+    )
+    return replace(tiling, tiles=tuple(tiles))
 
 
 def working(tiling: Tiling) -> tuple[Tile, ...]:

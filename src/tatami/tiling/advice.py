@@ -69,6 +69,8 @@ def advise(weighted: Plan) -> Advice:
 
 _ACCURACY = 1.1
 """Predicted times that differ by less are the same: half of the measured ones are within 7 %."""
+_SHORT_S = 0.005
+"""Shorter iterations on one host: calls and messages of its ranks, about a millisecond, may decide what is fastest."""
 _MOST_HELD, _MOST_TRIED = 4, 32
 """Machines of different speed or memory that are planned alone, the fastest first: those that hold the network, and all."""
 
@@ -92,19 +94,27 @@ def fastest_alone(cluster: Cluster, *, workload: Workload, cost: AbstractCost | 
 
 
 def alone_warning(planned: Plan, *, cluster: Cluster, cost: AbstractCost | None = None) -> str | None:
-    """What to do where one machine alone is predicted to be as fast; None where it is not, or where that is a guess.
+    """What to do where one machine alone is predicted to be as fast, or may be; None where it is not, or where that is a guess.
 
-    Relative speeds say nothing of how long computing takes in comparison with sending.
+    Relative speeds say nothing of how long computing takes in comparison with sending. On one host messages are not measured.
     """
     time_cost = cost if isinstance(cost, AlphaBetaCost) else AlphaBetaCost()
     if cluster.size == 1 or not time_cost.compares_machines(cluster):
         return None
+    number = len(planned.layout.processors)
+    is_one_host = len(set(cluster.host_of.values())) == 1
+    if is_one_host and number > 1 and not cluster.calls_known and planned.predicted_s < _SHORT_S:
+        return (
+            f"the {number} ranks are predicted to compute for {format_duration(planned.predicted_s, digits=3)} an iteration. "
+            "Messages between ranks of one host are not measured, and may take longer than that: try one rank alone, or give "
+            "more samples an iteration"
+        )
     alone = fastest_alone(cluster, workload=planned.workload, cost=cost)
     if alone is None or alone.predicted_s > _ACCURACY * planned.predicted_s:
         return None
     (name,) = alone.layout.processors
     plan = "it is the only one that this plan uses"
-    if (number := len(planned.layout.processors)) > 1:
+    if number > 1:
         plan = f"this plan of {number} ranks {format_duration(planned.predicted_s, digits=3)}, too little less to be sure of"
         if planned.predicted_s >= alone.predicted_s:
             plan = f"this plan of {number} ranks {format_duration(planned.predicted_s, digits=3)}"

@@ -271,7 +271,10 @@ class _Search:
             for layer in piece.layers:
                 between -= set(range(place + 1, place + layer.pieces))
         nearest = tuple(min(between, key=lambda at: abs(at - cut)) for cut in layout.cuts)
-        several = [layout.cuts, *([nearest] if nearest[0] > 0 and len(set(nearest)) == len(nearest) else [])]
+        # Other cuts may leave a stage without the layer whose units its ranks share.
+        shares = any(len(replica.processors) > 1 for stage in layout.stages for replica in stage.replicas)
+        moved = not shares and nearest[0] > 0 and len(set(nearest)) == len(nearest)
+        several = [layout.cuts, *([nearest] if moved else [])]
         for cuts in dict.fromkeys(several):
             cut = StagedLayout(stages=layout.stages, cuts=cuts)
             chosen = set(recomputable(cut, self.workload))

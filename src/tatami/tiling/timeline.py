@@ -14,6 +14,8 @@ from tatami.tiling.links import SlowestLink
 from tatami.tiling.speeds import at_tiles
 from tatami.workload import Workload
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorTime:
@@ -70,13 +72,14 @@ def timeline(
     found = []
     for index, name in enumerate(layout.processors):
         sums_s = replica_s[replicas[index]] + statistic_s
+        wait_s = total_s - compute_s[index] - sums_s - gradients_s[index]
         found.append(
             ProcessorTime(
                 processor=name,
                 compute_s=compute_s[index],
                 sums_s=sums_s,
                 gradients_s=gradients_s[index],
-                wait_s=max(0.0, total_s - compute_s[index] - sums_s - gradients_s[index]),
+                wait_s=wait_s if wait_s > _ROUNDING * total_s else 0.0,
             )
         )
     return tuple(found)
