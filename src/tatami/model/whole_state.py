@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,7 +27,11 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
 
     Units come from the first replica, whose ranks hold each unit once.
     """
-    whole = {}
+    return dict(gathered_weights(model, root=root))
+
+
+def gathered_weights(model: TiledModel, *, root: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, one tensor after the other. All ranks must take all of them; ranks other than `root` get none."""
     sliced, shapes = sliced_tensors(model), whole_tensors(model)
     own, is_root = model.module.state_dict(), model.comm.rank == root
     for name, value in reported(own.items(), "gathering weights", unit="tensors", is_shown=is_root):
@@ -40,9 +44,8 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
             found = value.detach().to("cpu", copy=True)
         if holder not in (None, root):
             found = _handed_to(root, found, like=shapes[name], holder=holder, comm=model.comm)
-        if found is not None:
-            whole[name] = found
-    return whole if is_root else {}
+        if found is not None and is_root:
+            yield name, found
 
 
 def _handed_to(
