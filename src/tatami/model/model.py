@@ -180,7 +180,7 @@ class TiledModel(nn.Module):
         wire: str | None = None,
         local_statistics: bool = False,
         plain: nn.Module | Callable[[], nn.Module] | None,
-        gather: Callable[[TiledModel], Iterator[tuple[str, torch.Tensor]]] | None = None,
+        gather: Callable[..., Iterator[tuple[str, torch.Tensor]]] | None = None,
         stage: ModelStage | None = None,
         staged: StagedNetwork | None = None,
         shard_fractions: Sequence[float] | None = None,
@@ -797,8 +797,8 @@ class TiledModel(nn.Module):
         network = None if plain is None else plain.cpu().train(self.training)
         own = {} if network is None else network.state_dict()
         changed, same = {}, set()
-        for name, value in () if self._gather is None else self._gather(self):
-            if name in own and torch.equal(value, own[name]):
+        for name, value in () if self._gather is None else self._gather(self, known=own):
+            if value is own.get(name):
                 same.add(name)
             elif network is not None:
                 changed[name] = value

@@ -29,7 +29,7 @@ from tatami.tiling import Span
 _ALIKE = 1e-9
 _EXACT = (torch.float32, torch.float64)
 _FLOAT_BYTES = 4
-_ROWS = 4096
+_ROWS = 1024
 """So many rows of an output layer are tested at a time."""
 
 
