@@ -49,7 +49,7 @@ class Keeping:
         self.found: dict[int, Kept] = {}
         """By place, in the order of the pass."""
         self.size_bytes = 0
-        """Of all that is kept."""
+        """Size of all that is kept, in bytes."""
         self._held: list[StorageWeakRef] = []
 
     @contextmanager
