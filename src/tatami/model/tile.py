@@ -25,7 +25,7 @@ from tatami.model.describing import describe
 from tatami.model.model import TiledModel
 from tatami.model.model_stage import StagedNetwork
 from tatami.model.overheads import measure_messages
-from tatami.model.whole_state import whole_state_dict
+from tatami.model.whole_state import gathered_weights
 from tatami.partition.blocks import Blocks, find_blocks, without_blocks, workload_of
 from tatami.partition.exactness import BATCH_NORMS, RandomDraws
 from tatami.partition.pieces import RecordedNetwork, record_network
@@ -187,6 +187,9 @@ def tile(
             take_hooks(whole, plain=plain)
         if target.type != "cpu":
             whole, sample = whole.to("cpu"), on_device(sample, torch.device("cpu"))
+        memory = None if cluster is None or target.type != "cpu" else cluster.processors[comm.rank].memory_bytes
+        if memory is not None and sum(each.nbytes for each in whole.parameters()) > TIGHT * memory:
+            give_freed_memory_back()
         broadcast_model(whole, comm, only_different=is_made_here, where="tatami.tile")
         comm.barrier()  # torch.export patches torch for the whole process meanwhile, and ranks may be threads of one process
         found = find_blocks(whole, sample=sample, random=random, batch_size=batch_size)
@@ -325,7 +328,7 @@ def tile(
         wire=wire,
         local_statistics=batch_norm == "local",
         plain=model,
-        gather=whole_state_dict,
+        gather=gathered_weights,
         stage=stage,
         staged=staged,
         shard_fractions=[shares.get(name, 0.0) for name in own_names] if sharded_optimizer else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,7 +27,17 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
 
     Units come from the first replica, whose ranks hold each unit once.
     """
-    whole = {}
+    return dict(gathered_weights(model, root=root))
+
+
+def gathered_weights(
+    model: TiledModel, *, root: int = 0, known: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, one tensor after the other. All ranks must take all of them; ranks other than `root` get none.
+
+    A tensor of `known`, given on `root`, is itself the result where all of it is the same; then there is no copy of it.
+    """
+    known = known or {}
     sliced, shapes = sliced_tensors(model), whole_tensors(model)
     own, is_root = model.module.state_dict(), model.comm.rank == root
     for name, value in reported(own.items(), "gathering weights", unit="tensors", is_shown=is_root):
@@ -35,14 +45,16 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
         found: torch.Tensor | None = None
         if name in sliced:
             block, runs = sliced[name]
-            found = _gather(model, Rows(value.detach(), runs), block=block, root=root if model.stage is None else 0)
+            found = _gather(
+                model, Rows(value.detach(), runs), block=block, root=root if model.stage is None else 0, known=known.get(name)
+            )
         elif not isinstance(value, StandIn):
-            found = value.detach().to("cpu", copy=True)
+            is_known = name in known and holder in (None, root) and _same(known[name], value.detach())
+            found = known[name] if is_known else value.detach().to("cpu", copy=True)
         if holder not in (None, root):
             found = _handed_to(root, found, like=shapes[name], holder=holder, comm=model.comm)
-        if found is not None:
-            whole[name] = found
-    return whole if is_root else {}
+        if found is not None and is_root:
+            yield name, found
 
 
 def _handed_to(
@@ -98,15 +110,20 @@ def sliced_tensors(model: TiledModel) -> dict[str, tuple[int, UnitRuns]]:
     return {name: (index, runs) for index, block in enumerate(model.found.blocks) for name, runs in block.cuts.items()}
 
 
-def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Tensor | None:
-    """All units of one tensor on `root`, from the ranks of the first replica."""
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+
+
+def _gather(model: TiledModel, mine: Rows, *, block: int, root: int, known: torch.Tensor | None = None) -> torch.Tensor | None:
+    """All units of one tensor on `root`, from the ranks of the first replica; `known` itself if it is the same."""
     comm, tiling = model.stage_comm, model.tilings[block]
     holders = {model.stage_names.index(tile.processor): tile.units for tile in tiling.replicas[0]}
     if comm.rank != root:
         if comm.rank in holders and holders[comm.rank].size:
             comm.send(mine.tensor.contiguous(), root, tag=_TAG)
         return None
-    whole = Rows(room_for(mine, units=tiling.units, device="cpu"), mine.runs)
+    shape = room_for(mine, units=tiling.units, device="meta").shape
+    whole = None if known is None or known.shape != shape else Rows(known, mine.runs)
     for rank, units in holders.items():
         if not units.size:
             continue
@@ -114,9 +131,14 @@ def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Te
         if rank != root:
             held = room_for(mine, units=units.size, device="cpu")
             comm.recv(held, rank, tag=_TAG)
-        for part, piece in zip(whole.cut(units), Rows(held, mine.runs).cut(Span(0, units.size)), strict=True):
-            part.copy_(piece)
-    return whole.tensor
+        pieces = Rows(held, mine.runs).cut(Span(0, units.size))
+        if whole is not None and whole.tensor is known and not all(map(_same, whole.cut(units), pieces)):
+            whole = Rows(whole.tensor.clone(), mine.runs)
+        whole = whole or Rows(room_for(mine, units=tiling.units, device="cpu"), mine.runs)
+        for part, piece in zip(whole.cut(units), pieces, strict=True):
+            if whole.tensor is not known:
+                part.copy_(piece)
+    return None if whole is None else whole.tensor
 
 
 def check_state(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

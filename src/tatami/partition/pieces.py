@@ -15,7 +15,7 @@ from tatami.partition.blocks import FOLLOWING, Blocks, copies_untrained
 from tatami.partition.tracing.flop_counting import ForwardFlop
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import Sample
-from tatami.partition.tracing.saved_activations import Keeping
+from tatami.partition.tracing.saved_activations import Keeping, forward_alone
 from tatami.runtime.precision import without_autocast
 from tatami.stages.evaluation import evaluation_of
 from tatami.stages.program import ForwardOperation, ForwardProgram, Staging, obstacle_of
@@ -124,11 +124,7 @@ class RecordedNetwork:
 
 def record_network(model: nn.Module, sample: Sample) -> RecordedNetwork:
     """Run `model` forward in training, and leave it as it was."""
-    flop = ForwardFlop()
-    keeping = Keeping([*model.parameters(), *model.buffers()])
-    with FOLLOWING, unchanged(model), without_autocast(), torch.enable_grad(), keeping.watched(), flop:
-        program = record(model, sample.args, sample.kwargs, meter=lambda: (flop.flop, float(keeping.size_bytes)))
-    program = replace(program, samples=sample.samples)
+    program = replace(_recorded(model, sample), samples=sample.samples)
     firsts, obstacle = _firsts(program)
     pieces = _pieces(model, program, firsts, samples=sample.samples)
     evaluated: ForwardProgram | ModelError | None = _evaluated(model, sample)
@@ -137,11 +133,19 @@ def record_network(model: nn.Module, sample: Sample) -> RecordedNetwork:
     return RecordedNetwork(program=program, pieces=pieces, firsts=firsts, obstacle=obstacle, evaluated=evaluated)
 
 
+def _recorded(model: nn.Module, sample: Sample, *, training: bool = True) -> ForwardProgram:
+    def run(keeping: Keeping) -> ForwardProgram:
+        flop = ForwardFlop()
+        with FOLLOWING, unchanged(model), without_autocast(), torch.enable_grad(), keeping.watched(), flop:
+            model.train(training)
+            return record(model, sample.args, sample.kwargs, meter=lambda: (flop.flop, float(keeping.size_bytes)))
+
+    return forward_alone([*model.parameters(), *model.buffers()], run)
+
+
 def _evaluated(model: nn.Module, sample: Sample) -> ForwardProgram | ModelError:
     try:
-        with FOLLOWING, unchanged(model), without_autocast(), torch.enable_grad():
-            model.eval()
-            return record(model, sample.args, sample.kwargs)
+        return _recorded(model, sample, training=False)
     except Exception as error:  # whatever the user's forward pass raises in evaluation, which is perhaps never asked for
         return ModelError(f"fails on the sample: {type(error).__name__}: {error}")
 

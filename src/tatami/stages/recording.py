@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,8 +106,9 @@ class _Recorder(TorchFunctionMode):
         self.has_seen = False
         """Whether the operation that runs has handed values to Python, or made a shape of them."""
         self._number_of: dict[int, int] = {}
-        """By the identity of a tensor, its value's number. All tensors are kept, so that no identity is used twice."""
-        self._kept: list[torch.Tensor] = []
+        """By the identity of a tensor, its value's number; as long as it lives, for then another may get its identity."""
+        self._held: list[object] = []
+        """Weak references: to tensors, and to their memory, which no other gets meanwhile."""
         self._by_memory: dict[int, list[int]] = {}
         """Values by the identity of their memory, of which views have the same."""
         self._inside: list[set[int]] | None = None
@@ -252,8 +255,7 @@ class _Recorder(TorchFunctionMode):
                 reach=reach,
             )
             self._values.append(made)
-            self._kept.append(tensor)
-            self._number_of[id(tensor)] = made.number
+            self._remember(tensor, made.number)
             self._by_memory.setdefault(_memory(tensor), []).append(made.number)
             makes.append(made.number)
         self._operations.append(
@@ -275,6 +277,15 @@ class _Recorder(TorchFunctionMode):
         )
         if sees and reach is not Reach.EVERYWHERE:
             self._looks.append(ForwardLook(value=None, made_by=number, calls=tuple(self._open), line=_users_line()))
+
+    def _remember(self, tensor: torch.Tensor, number: int) -> None:
+        key, numbers = id(tensor), self._number_of
+        numbers[key] = number
+        shown = getattr(tensor, "meta", tensor)
+        self._held += [
+            weakref.ref(tensor, lambda _: numbers.pop(key, None)),
+            StorageWeakRef(shown.untyped_storage()),  # type: ignore[no-untyped-call]
+        ]
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
         return all(id(tensor) not in known for known in (self._number_of, self._parameters, self._buffers))

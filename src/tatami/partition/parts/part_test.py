@@ -29,6 +29,8 @@ from tatami.tiling import Span
 _ALIKE = 1e-9
 _EXACT = (torch.float32, torch.float64)
 _FLOAT_BYTES = 4
+_ROWS = 1024
+"""So many rows of an output layer are tested at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,16 +247,24 @@ def believe_embedding(layer: nn.Embedding, tokens: torch.Tensor) -> None:
 def believe_head(layer: nn.Linear, inputs: torch.Tensor) -> None:
     """Two parts of an output layer's rows, side by side, against the layer.
 
+    Its weight may be the largest of the network, and is twice as large in double precision, as its results are. In `nn.Linear`
+    each row gives its own result, so some rows are compared at a time.
+
     Raises:
         NotFollowedError: they differ.
     """
-    whole = copy.deepcopy(layer).double()
+    halves = [(span, _rows_of(layer, span)[0]) for span in _halves(layer.out_features)]
     with torch.no_grad():
         x = inputs.detach().double()
-        parts = []
-        for half, _ in (_rows_of(whole, span) for span in _halves(layer.out_features)):
-            parts.append(torch.nn.functional.linear(x, half.weight, half.bias))
-        compare([torch.cat(parts, -1)], [whole(x)], "an output layer")
+        for start in range(0, layer.out_features, _ROWS):
+            here = Span(start, min(start + _ROWS, layer.out_features))
+            whole = _rows_of(layer, here)[0].double()
+            parts = []
+            for span, half in halves:
+                rows = slice(max(here.start - span.start, 0), max(here.stop - span.start, 0))
+                bias = None if half.bias is None else half.bias[rows].double()
+                parts.append(torch.nn.functional.linear(x, half.weight[rows].double(), bias))
+            compare([torch.cat(parts, -1)], [whole(x)], "an output layer")
 
 
 def _halves(rows: int) -> tuple[Span, Span]:

@@ -55,9 +55,9 @@ class EmbeddingPart(StandsIn):
         here = (input >= span.start) & (input < span.stop)
         if layer.padding_idx is not None:  # its row is looked up like any other, but has no gradient
             padding = input == layer.padding_idx
-        # A row of zeros behind those that are here is looked up for all other tokens.
-        table = torch.cat((layer.weight, layer.weight.new_zeros(1, layer.embedding_dim)))
-        found = F.embedding(torch.where(here, input - span.start, span.size), table)
+        table = layer.weight if span.size else torch.cat((layer.weight, layer.weight.new_zeros(1, layer.embedding_dim)))
+        found = F.embedding(torch.where(here, input - span.start, 0), table)
+        found = torch.where(here.unsqueeze(-1), found, 0.0)  # of all other tokens
         if layer.padding_idx is not None:
             found = torch.where(padding.unsqueeze(-1), found.detach(), found)
         return leave(self._context, found.clone())

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -25,7 +26,7 @@ from tatami.partition.tracing.layers import KeptByLayer, layer_bytes, repeated_l
 from tatami.partition.tracing.mixing import EITHER, LeftBehind, attribute, kept_of_samples, mixture_of
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import FEWEST, Sample
-from tatami.partition.tracing.saved_activations import Keeping, Kept
+from tatami.partition.tracing.saved_activations import Keeping, Kept, forward_alone
 from tatami.stages.recording import memory_order
 from tatami.workload import corners
 
@@ -123,9 +124,8 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
     What differs between the two is the axis of samples, in the inputs of every module.
     """
     most = sample.part(min(sample.samples, 4))
-    watch = _Watch(model, most)
     try:
-        first = _calls(model, most, watch)
+        first, watch = _calls(model, most)
     except ModelError:
         raise
     except Exception as error:  # whatever the user's code raises
@@ -139,9 +139,8 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
             "named ones, without targets"
         ) from error
     less = most.part(most.samples - 1) if most.samples > FEWEST else most.with_one_more()
-    other_watch = _Watch(model, less)
     try:
-        second = _calls(model, less, other_watch)
+        second, other_watch = _calls(model, less, values=repeated_layers(model))
     except Exception as error:  # whatever the user's code raises
         raise ModelError(
             f"{type(model).__name__} runs on {most.samples} samples but not on {less.samples}, and a rank sees only a part of "
@@ -156,7 +155,6 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         if structure == other_structure:
             axes = tuple(_sample_axis(a, b) for a, b in zip(mine, other, strict=True))
             calls[name] = ModuleCall(args=args, kwargs=kwargs, sample_axes=axes)
-    numbers = [i for i, leaf in enumerate(watch.results) if _has_history(leaf) and not leaf.dim()]
     statistics = [
         f"{name}." if name else ""
         for name, module in model.named_modules()
@@ -169,7 +167,7 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         model,
         most,
         most=int(min(batch_size, _TRIED_FLOP / (1 + watch.counted.flop / most.samples))),
-        numbers=numbers,
+        numbers=watch.numbers,
         attributes=with_gradient,
         training=not draws_or_normalizes,
     )
@@ -285,9 +283,8 @@ class _Watch(TorchFunctionMode):
     Whenever a module begins or ends, what was drawn since then belongs to the one that ran.
     """
 
-    def __init__(self, model: nn.Module, sample: Sample) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor], keeping: Keeping) -> None:
         super().__init__()
-        inputs = [leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
         self.counted = ForwardFlop()
         self.flop: dict[str, float] = {}
         self._begun: list[float] = []
@@ -300,14 +297,16 @@ class _Watch(TorchFunctionMode):
             name: set() for name, module in model.named_modules() if type(module) is nn.Dropout
         }
         self.last_axis: dict[str, int] = {}
-        self._linear: list[tuple[str, torch.Tensor]] = []
+        self._linear: list[tuple[str, StorageWeakRef]] = []
         self._parameters = {id(parameter) for parameter in model.parameters()}
-        # A sample may be a view of a whole data set.
-        self.keeping = Keeping([*model.parameters(), *model.buffers(), *inputs])
+        self.keeping = keeping
         self.kept_bytes = sum(leaf.numel() * leaf.element_size() for leaf in inputs)
         self.starts: dict[str, int] = {}
         self.ends: dict[str, int] = {}
         self.results: list[Any] = []
+        """The leaves of the network's result, tensors without values."""
+        self.numbers: list[int] = []
+        """Which of them are single numbers that lead to the weights."""
         self.draws_outside: str | None = None
         self.changed: list[str] = []
         self.with_gradient: set[str] = set()
@@ -336,20 +335,20 @@ class _Watch(TorchFunctionMode):
         return result
 
     def computed(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A module gave `output`; that of a linear layer is kept until it is known what becomes of it."""
+        """A module gave `output`; where that of a linear layer is in memory is kept until it is known what becomes of it."""
         x = inputs[0] if inputs else None
         self.ends.setdefault(name, len(self.keeping.found))
         if isinstance(output, torch.Tensor) and output.dim():
             if isinstance(module, nn.Linear):
-                self._linear.append((name, output))
+                self._linear.append((name, StorageWeakRef(output.untyped_storage())))  # type: ignore[no-untyped-call]
             if isinstance(x, torch.Tensor) and x.shape[:-1] == output.shape[:-1]:
                 self.last_axis[name] = output.shape[-1]
 
     def returned(self, value: Any) -> None:
         """`value` is a result, or a cross-entropy is taken of it: linear layers that gave it, or a view of it, gave logits."""
         if isinstance(value, torch.Tensor):
-            where = value.untyped_storage().data_ptr()
-            self.logits |= {name for name, output in self._linear if output.untyped_storage().data_ptr() == where}
+            where = value.untyped_storage()._cdata
+            self.logits |= {name for name, memory in self._linear if memory.cdata == where}
 
     def begin(self, name: str) -> None:
         self._look()
@@ -380,9 +379,24 @@ def _sample_axis(one: Any, other: Any) -> int | None:
     return differ[0] if len(differ) == 1 else None
 
 
-def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The canonical arguments of every module's first call, without those that are called in several ways."""
-    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+_Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _calls(model: nn.Module, sample: Sample, *, values: Collection[str] | None = None) -> tuple[_Calls, _Watch]:
+    """The canonical arguments of every module's first call, without those that are called in several ways; and what was seen.
+
+    Args:
+        model: the network.
+        sample: its inputs.
+        values: the modules whose arguments have values; those of others have shapes alone. None: all have.
+    """
+    inputs = [leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
+    outside = [*model.parameters(), *model.buffers(), *inputs]  # a sample may be a view of a whole data set
+    return forward_alone(outside, lambda keeping: _watched(model, sample, _Watch(model, inputs, keeping), values))
+
+
+def _watched(model: nn.Module, sample: Sample, watch: _Watch, values: Collection[str] | None) -> tuple[_Calls, _Watch]:
+    found: _Calls = {}
     several: set[str] = set()
     with unchanged(model) as state:
         with ExitStack() as stack:
@@ -394,7 +408,7 @@ def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[t
                         watch.orders[name] |= {memory_order(each) for each in pytree.tree_leaves((args, kwargs))}
                     watch.begin(name)
                     if name not in found:
-                        found[name] = call
+                        found[name] = call if values is None or name in values else _shapes(call)
                     elif _kinds(found[name]) != _kinds(call):
                         several.add(name)
 
@@ -413,12 +427,18 @@ def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[t
         watch.changed = sorted(changed)
         watch.with_gradient = {name for name in changed if any(map(_has_history, pytree.tree_leaves(attribute(model, name))))}
     watch.kept_bytes += watch.keeping.size_bytes
-    watch.results = pytree.tree_leaves(result)
-    for leaf in watch.results:
+    leaves = pytree.tree_leaves(result)
+    watch.numbers = [i for i, leaf in enumerate(leaves) if _has_history(leaf) and not leaf.dim()]
+    watch.results = _shapes(leaves)
+    for leaf in leaves:
         watch.returned(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             watch.kept_bytes += 2 * leaf.numel() * leaf.element_size()  # a loss keeps about as much of it
-    return {name: call for name, call in found.items() if name not in several}
+    return {name: call for name, call in found.items() if name not in several}, watch
+
+
+def _shapes(call: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), call)
 
 
 _signature = functools.lru_cache(maxsize=256)(inspect.signature)

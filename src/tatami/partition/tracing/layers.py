@@ -73,8 +73,8 @@ def layer_bytes(
         for leaf in pytree.tree_leaves(calls[name]):
             if isinstance(leaf, torch.Tensor) and not keeping.is_outside(leaf):
                 memory = leaf.untyped_storage()
-                input_bytes += 0 if memory.data_ptr() in seen else memory.nbytes()
-                seen.add(memory.data_ptr())
+                input_bytes += 0 if memory._cdata in seen else memory.nbytes()
+                seen.add(memory._cdata)
         found[name] = (input_bytes, sum(kept[span.start : span.stop]))
     return found
 

@@ -22,6 +22,7 @@ from tatami.errors import InputError
 from tatami.partition.tracing.exporting import line_of_caller
 from tatami.partition.tracing.restore_state import alike, unchanged
 from tatami.partition.tracing.sample import Sample
+from tatami.partition.tracing.saved_activations import Keeping, forward_alone
 from tatami.runtime.losses import CountedMeans
 from tatami.tiling import Span
 
@@ -146,19 +147,26 @@ class _Pass:
 
 
 class _Passes:
-    """Forward passes over parts of a sample batch, each computed once; what is drawn is always the same."""
+    """Forward passes over parts of a sample batch; what is drawn is always the same.
+
+    What each gives is remembered, except for tensors that are no single numbers: those of some passes are large.
+    """
 
     def __init__(self, model: nn.Module, sample: Sample, attributes: Collection[str], *, training: bool) -> None:
         self._model, self._sample, self._attributes, self._training = model, sample, attributes, training
         self._known: dict[tuple[int, ...], _Pass] = {}
 
     def results(self, places: Sequence[int]) -> list[Any]:
-        return self.of(places).results
+        """With all tensors."""
+        found = self._computed(self._sample.at(places))
+        numbers = [None if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in found.results]
+        self._known[tuple(places)] = replace(found, results=numbers)
+        return found.results
 
     def of(self, places: Sequence[int]) -> _Pass:
         """The pass over the samples at these places."""
         if tuple(places) not in self._known:
-            self._known[tuple(places)] = self._computed(self._sample.at(places))
+            self.results(places)
         return self._known[tuple(places)]
 
     def reads_of_several(self) -> str:
@@ -180,7 +188,10 @@ class _Passes:
                 return replace(self._once(sample), problem=str(error))
 
     def _once(self, sample: Sample) -> _Pass:
-        with unchanged(self._model), torch.enable_grad():  # forces are gradients that a forward pass takes
+        return forward_alone((), lambda keeping: self._watched(sample, keeping))
+
+    def _watched(self, sample: Sample, keeping: Keeping) -> _Pass:
+        with unchanged(self._model), torch.enable_grad(), keeping.watched():  # forces are gradients that a forward pass takes
             self._model.train(self._training)
             with _Reads() as reads:
                 leaves = pytree.tree_leaves(self._model(*sample.args, **sample.kwargs))

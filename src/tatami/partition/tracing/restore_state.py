@@ -25,6 +25,8 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type})
 """Types of values that cannot change and hold nothing."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers that have as many bytes as a floating point number."""
+_AT_ONCE = 1 << 20
+"""So many elements are added up at a time."""
 
 
 class ModuleState:
@@ -129,8 +131,12 @@ class WeightSums:
         for name, parameter in self._model.named_parameters():
             value = parameter.data
             if not nn.parameter.is_lazy(parameter) and value.layout is torch.strided and value.is_floating_point():
-                # As integers they are added up without rounding, in whatever order.
-                found[name] = int(value.view(_BITS[value.element_size()]).sum())
+                # As integers they are added up without rounding, in whatever order; a part at a time, for torch makes 8 bytes
+                # of each.
+                bits = value.view(_BITS[value.element_size()])
+                rows = max(1, _AT_ONCE * bits.shape[0] // max(1, bits.numel())) if bits.dim() else 0
+                parts = torch.split(bits, rows) if rows else (bits,)
+                found[name] = sum([int(part.sum()) for part in parts])
         return found
 
 

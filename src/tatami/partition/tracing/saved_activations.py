@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,33 +35,41 @@ class Keeping:
     Args:
         outside: tensors that are there anyway: weights, and what a network is called with.
         double_bytes: what an element of double precision counts: tests run in it what is trained otherwise.
+        drops: the pass has no backward pass, and what it would need is seen and dropped.
+
+    Attributes:
+        was_asked: whether there was a backward pass after all, which failed.
     """
 
-    def __init__(self, outside: Iterable[Any], *, double_bytes: int = 8) -> None:
+    def __init__(self, outside: Iterable[Any], *, double_bytes: int = 8, drops: bool = False) -> None:
         self._outside = {_place(tensor) for tensor in outside if isinstance(tensor, torch.Tensor)}
         self._double_bytes = double_bytes
+        self._drops = drops
+        self.was_asked = False
         self.found: dict[int, Kept] = {}
         """By place, in the order of the pass."""
-        self._held: list[torch.UntypedStorage] = []
+        self.size_bytes = 0
+        """Size of all that is kept, in bytes."""
+        self._held: list[StorageWeakRef] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """A forward pass inside of it is seen."""
-        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, self._given_back):
             yield
-        self._held.clear()
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all that is kept, in bytes."""
-        return sum(kept.size_bytes for kept in self.found.values())
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
         """Whether this memory is there anyway, or lies nowhere."""
         place = _place(tensor)
         return not place or place in self._outside
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _given_back(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            self.was_asked = True
+            raise RuntimeError("the values that this backward pass needs were dropped")
+        return tensor
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor | None:
         with torch._C.DisableTorchFunction():  # what looks at the user's operations is not to see these
             place = _place(tensor)
             if place and place not in self._outside and place not in self.found:
@@ -66,17 +77,42 @@ class Keeping:
                 if tensor.dtype is torch.float64:
                     size_bytes = size_bytes // 8 * self._double_bytes
                 # What the pass drops again, such as a norm for its log, would leave its place to another tensor or not, as the
-                # allocator likes, and ranks would count differently.
-                self._held.append(tensor.untyped_storage())
+                # allocator likes, and ranks would count differently. A weak reference keeps the place, and not the memory.
+                self._held.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                 last_axis = tensor.shape[-1] if tensor.dim() else 1
                 has_gradient = tensor.is_floating_point() or tensor.is_complex()
+                self.size_bytes += size_bytes
                 self.found[place] = Kept(size_bytes=size_bytes, last_axis=last_axis, has_gradient=has_gradient)
-            return tensor.detach()  # the tensor itself would hold its own graph forever
+            return None if self._drops else tensor.detach()  # the tensor itself would hold its own graph forever
+
+
+def forward_alone(outside: Iterable[Any], run: Callable[[Keeping], Result]) -> Result:
+    """What a forward pass gives that no backward pass follows: nothing is kept for one, which is most of a pass's memory.
+
+    Where the network goes backward itself (forces are gradients that a forward pass takes), the pass is repeated with all kept.
+
+    Args:
+        outside: see `Keeping`.
+        run: makes the pass while it is watched; is called once more where the pass is to be repeated.
+    """
+    outside = list(outside)
+    keeping = Keeping(outside, drops=True)
+    try:
+        result = run(keeping)
+    except Exception:  # of the network, which may have failed because of what was dropped
+        if not keeping.was_asked:
+            raise
+    else:
+        if not keeping.was_asked:
+            return result
+    return run(Keeping(outside))
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Address of its memory; 0 for tensors that have none of their own."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    """Which memory it has; 0 for tensors that have none of their own."""
+    if tensor.layout is not torch.strided or not tensor.untyped_storage().data_ptr():
+        return 0
+    return int(tensor.untyped_storage()._cdata)
 
 
 class KeepingRun(fx.Interpreter):
