@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +280,10 @@ def test_a_pass_that_no_backward_pass_follows_keeps_nothing_for_one() -> None:
             return result, memory
 
     result, memory = forward_alone([x], run)
-    assert memory.expired()
+    assert memory.expired()  # type: ignore[no-untyped-call]
     assert torch.equal(result, x.exp().exp())
     result, memory = run(Keeping([x]))
-    assert not memory.expired()
+    assert not memory.expired()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("notices", [False, True])
@@ -294,10 +293,14 @@ def test_a_pass_that_goes_backward_itself_is_repeated_with_what_that_needs(notic
 
     def run(keeping: Keeping) -> torch.Tensor:
         passes.append(keeping)
-        with keeping.watched(), suppress(RuntimeError) if notices else nullcontext():
-            (forces,) = torch.autograd.grad(x.exp().sum(), x)
+        with keeping.watched():
+            try:
+                (forces,) = torch.autograd.grad(x.exp().sum(), x)
+            except RuntimeError:
+                if not notices:
+                    raise
+                return x
             return forces
-        return x
 
     assert torch.equal(forward_alone([x], run), x.exp())
     assert [each.was_asked for each in passes] == [True, False]
@@ -383,7 +386,8 @@ def test_what_training_leaves_alone_stays_in_its_file_in_the_whole_network(tmp_p
         model = tile(make, comm, batch_size=SAMPLES, sample=x[:2], speeds="equal", reduction="mean", quiet=True)
         with torch.no_grad():
             for weight in model.parameters():
-                weight += 1.0 if weight.requires_grad else 0.0
+                if weight.requires_grad:
+                    weight.add_(1.0)
         return model.whole()
 
     whole, _ = run_threads(body, size=2, timeout_s=800)
