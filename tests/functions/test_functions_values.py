@@ -45,6 +45,17 @@ def test_values_and_gradients(comm: AbstractCommunicator, name: str, ragged: boo
     torch.testing.assert_close(zeros if x.grad is None else x.grad, zeros if grad is None else grad, rtol=0, atol=1e-10)
 
 
+@pytest.mark.ranks(2, 3)
+def test_messages_of_megabytes(comm: AbstractCommunicator) -> None:
+    """Which travel in pieces by MPI."""
+    x = (torch.arange(400_000, dtype=torch.float64) + comm.rank).requires_grad_()
+    (came,) = OPERATIONS["sendrecv"].call(x, comm, 0, cut)
+    functions.backward((came * (comm.rank + 1)).sum())
+    assert torch.equal(came.detach(), x.detach() - comm.rank + (comm.rank - 1) % comm.size)
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [(comm.rank + 1) % comm.size + 1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_dtype_stays(comm: AbstractCommunicator, name: str, dtype: torch.dtype) -> None:
