@@ -11,8 +11,9 @@ TEST_WORKERS := 3
 HANGS_AFTER_S := 10800
 BUSY_LOOPS := 20
 WORLD_SIZES := 1 2 3 4
-# The files that ask for a world of ranks: every rank would load all the others, too, and then leave their tests out.
-WORLD_TESTS = $(sort $(shell grep -rl 'world: World' tests --include='test_*.py'))
+# The files whose tests ask for a world of ranks, or run on each: every rank would load all the others, too, and leave their tests out.
+ASKS_FOR_RANKS := ^(def test_.*[(, ]|    )(world: World|comm: AbstractCommunicator)
+WORLD_TESTS = $(sort $(shell grep -rlE '$(ASKS_FOR_RANKS)' tests --include='test_*.py'))
 TORCHRUN_SIZES := 2 3
 # What is about communication, and one test that a tiled network is exact.
 TORCHRUN_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_tcp.py \
@@ -40,7 +41,7 @@ LAUNCH_CHAOS_RUNS := 100
 CHAOS_SEED := 0
 CHAOS_RAYLET_RUNS := 20
 
-.PHONY: help setup demo docs test scripts test-files test-ranks test-busy test-part simgrid chaos lab-setup lab-test check format bench watched clean
+.PHONY: help setup demo docs test scripts test-files test-ranks world-tests test-busy test-part simgrid chaos lab-setup lab-test check format bench watched clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -72,6 +73,9 @@ test-ranks:
 	set -o pipefail; $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
 	    $(foreach size,$(WORLD_SIZES),ranks-mpi-$(size)) $(foreach size,$(TORCHRUN_SIZES),ranks-torchrun-$(size)) ranks-openmpi-2 2>&1 \
 	    | tee -a $(TEST_LOG)
+
+world-tests:
+	@printf '%s\n' $(WORLD_TESTS)
 
 ranks-mpi-%:
 	@echo "== mpiexec -n $*"

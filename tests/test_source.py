@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,16 @@ def test_host_memory_of_a_device_is_taken_in_one_place() -> None:
     """Nothing copies a device tensor to the host to send it, but the one file that says so."""
     pinning = [path for path in files() if "pin_memory" in path.read_text(encoding="utf-8")]
     assert [str(path.relative_to(PACKAGE)) for path in pinning] == ["comm/staging.py"]
+
+
+def test_every_test_of_ranks_is_run_under_mpiexec() -> None:
+    """`make test` gives mpiexec the files that it finds by their text, and leaves out worlds of four threads."""
+    root = SOURCE.parent
+    asking = set()
+    for path in (root / "tests").rglob("test_*.py"):
+        tests = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef))
+        given = [{each.arg for each in test.args.args} for test in tests if test.name.startswith("test_")]
+        if any({"world", "comm"} & each for each in given):
+            asking.add(str(path.relative_to(root)))
+    listed = subprocess.run(["make", "-s", "world-tests"], cwd=root, capture_output=True, text=True, check=True, timeout=60)
+    assert asking - set(listed.stdout.split()) == set()
