@@ -133,7 +133,7 @@ STATUS = RunStatus(round=3, rounds=9, commits_per_s=1.5, workers=4, spares=1, se
 
 
 class Run:
-    protocol = SimpleNamespace(rounds=9)
+    coordinator = SimpleNamespace(settings=SimpleNamespace(rounds=9))
 
     def status(self) -> RunStatus:
         return STATUS
