@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tatami.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from tatami.report.answers import answer_table, draw_answers
+    from tatami.report.answers import AnswerLike, answer_table, draw_answers
     from tatami.report.bandwidth import draw_bandwidth
     from tatami.report.course import CoursePoint, draw_course
     from tatami.report.drawing import draw_text
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMATS",
+    "AnswerLike",
     "CoursePoint",
     "Efficiency",
     "EfficiencyRound",
@@ -42,7 +43,7 @@ if not TYPE_CHECKING:
     __getattr__ = lazy_names(
         __name__,
         {
-            "tatami.report.answers": ("answer_table", "draw_answers"),
+            "tatami.report.answers": ("AnswerLike", "answer_table", "draw_answers"),
             "tatami.report.bandwidth": ("draw_bandwidth",),
             "tatami.report.course": ("CoursePoint", "draw_course"),
             "tatami.report.drawing": ("draw_text",),
