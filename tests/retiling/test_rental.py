@@ -141,8 +141,10 @@ def test_there_are_few_points_in_order_and_no_time_is_beyond_them(points: list[t
     found = sizes.at(0, work=work)
     assert found is not None
     assert min(times) * (1 - 1e-9) <= found <= max(times) * (1 + 1e-9)
-    # The newest is always believed, to what is told apart.
-    assert sizes.at(0, work=points[-1][0]) == pytest.approx(points[-1][1], rel=0.0301)
+    # The newest is always believed, unless it is within 3 % of what was expected, which then stands.
+    expected = sizes.at(0, work=points[-1][0])
+    assert expected is not None
+    assert points[-1][1] == pytest.approx(expected, rel=0.0301)
 
 
 def test_after_an_alarm_the_height_is_measured_and_the_ratio_that_was_noticed_makes_no_curve() -> None:

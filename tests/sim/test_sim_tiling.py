@@ -140,7 +140,10 @@ def test_sums_that_hide_behind_the_backward_pass_are_priced_as_they_are_simulate
     replicas: int, bandwidth_bytes_per_s: float
 ) -> None:
     """Longer than the pass, about as long, and much shorter. Prices count the update as a part of the pass."""
-    layout, workload = grid(replicas, 1), replace(Workload.mlp(600, 800, 400, samples=256), overlaps_sums=True)
+    layout, workload = (
+        grid(replicas, 1),
+        replace(net_workload("400-800" + 4 * "-400-800" + "-400", samples=256), overlaps_sums=True),
+    )
     cluster = replace(cluster_of([1.0] * replicas), network=replace(LINK, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
     cost = AlphaBetaCost(flop_per_s=1e10)
     early, after = (
