@@ -150,7 +150,7 @@ def test_the_machine_without_memory_recomputes_and_the_other_does_not() -> None:
     assert found.memory_bytes["p1"] <= middle
     assert plan("weighted", cluster=cluster, workload=replace(GPT, recompute=True)).layout.recomputes == ("p0", "p1")
     words = str(compared(["weighted"], cluster=cluster, workload=GPT)).replace("\n", " ")
-    assert "P1 recomputes its activations: 1.3 x the work, " in words
+    assert "To save memory, p1 recomputes its activations: 1.3 x the work, " in words
     assert " MiB in place of " in words
 
 

@@ -103,10 +103,11 @@ class MpiRequest(AbstractRequest):
             return
         came_bytes = self._status.Get_count(self._communicator.mpi.BYTE)
         if came_bytes != self._rooms_bytes[index]:
-            self._complete = len(self._requests) == 1
+            number = len(self._requests)
+            self._complete = number == 1
+            piece = "" if self._complete else f" as piece {index + 1} of {number} of {sum(self._rooms_bytes)}"
             raise CommError(
-                f"{self._waiting().describe()}: {came_bytes} bytes came where {self._rooms_bytes[index]} were expected"
-                f"{'' if self._complete else f' in part {index} of {sum(self._rooms_bytes)}'}; "
+                f"{self._waiting().describe()}: {came_bytes} bytes came where {self._rooms_bytes[index]} were expected{piece}; "
                 "shapes and dtypes must agree on both sides"
             )
 

@@ -149,7 +149,7 @@ class AbstractRanks(ABC):
 
     @property
     def device(self) -> torch.device | None:
-        """On which the tensors of this rank lie, as `use_device` was told; None until then."""
+        """On which the tensors of this rank lie, as given to `use_device`; None until then."""
         return self._device
 
     @property

@@ -48,7 +48,7 @@ def recomputing_words(plan: Plan | StagedPlan, otherwise: Mapping[str, float], *
         sizes.append(least if least == most else f"{least} to {most}")
     who = listed_machines(names, cluster=cluster)
     verb = "recomputes its" if len(names) == 1 else "recompute their"
-    return f" {who[0].upper()}{who[1:]} {verb} activations: {times:.2g} x the work, {sizes[0]} in place of {sizes[1]}."
+    return f" To save memory, {who} {verb} activations: {times:.2g} x the work, {sizes[0]} in place of {sizes[1]}."
 
 
 def without_work(placed: Sequence[str], *, cluster: Cluster, reasons: Mapping[str, Reason] | None = None) -> str:

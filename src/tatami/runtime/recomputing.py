@@ -27,7 +27,7 @@ from tatami.errors import warn
 Restore = Callable[[], AbstractContextManager[Any]]
 """Brings back, for the length of a with-block, what was there when it was made."""
 Keep = Callable[[bool], Restore]
-"""Keeps what is there now; told whether the checkpoint uses reentrant autograd."""
+"""Keeps what is there now. The argument says whether the checkpoint uses reentrant autograd."""
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _EARLY_STOP = 5

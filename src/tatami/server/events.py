@@ -1,6 +1,6 @@
-"""What happens to a parameter-server run: all that the coordinator is told. Times are in the events; it has no clock.
+"""What happens to a parameter-server run: all that the coordinator is informed of. Times are in the events; it has no clock.
 
-An answer names the task or order that it is about, so that one that comes late is told apart.
+An answer names the task or order that it is about, so that one that comes late can be recognized.
 """
 
 from __future__ import annotations

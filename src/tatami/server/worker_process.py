@@ -35,7 +35,7 @@ _LEAST_PATIENCE_S = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What every worker is told once."""
+    """What every worker is sent once."""
 
     model_fn: ModelFn
     loss_fn: LossFn
