@@ -73,7 +73,7 @@ dataset = (torch.zeros(8, 3), torch.zeros(8, 1))
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import sys\n\nsys.exit(0)\n", "script.py, line 3: it ends the process (exit code 0), and nothing would be trained"),
+        ("import sys\n\nsys.exit(0)\n", "script.py, line 3: it ends the process (exit code 0) before its values could be read"),
         ("raise SystemExit\n", "script.py, line 1: it ends the process (exit code None)"),
         ("def model_fn():\n    return (\n", "script.py, line 2: '(' was never closed; this is not Python 3."),
         ("x = 1\0\n", "script.py"),

@@ -35,7 +35,7 @@ def read_script(path: Path, *, names: Sequence[str]) -> dict[str, Any]:
         raise InputError(f"{_place(path, error)}: there is no module {error.name!r}; {hint}") from error
     except SystemExit as error:
         raise InputError(
-            f"{_place(path, error)}: it ends the process (exit code {error.code}), and nothing would be trained; "
+            f"{_place(path, error)}: it ends the process (exit code {error.code}) before its values could be read; "
             f'it must define {_listed(names)}, and do anything else under `if __name__ == "__main__":`'
         ) from error
     except Exception as error:
