@@ -78,8 +78,8 @@ def load_mpi(*, timeout_s: float) -> ModuleType:
 
         # Open MPI's windows over UCX hang now and then (5.0, two ranks of one host); those over its own transports do not.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-        # Its messages that one process copies out of another's memory end the process (abort, segmentation fault) where they are
-        # longer than the receiver expects; without that copy it is an error, and messages of 16 KiB to 4 MiB take as long.
+        # Messages that one process copies out of another's memory end the process (abort, segmentation fault) where they are
+        # longer than the receiver expects. Without that copy it is an error, and messages of 16 KiB to 4 MiB take as long.
         os.environ.setdefault("OMPI_MCA_smsc", "^cma")
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
