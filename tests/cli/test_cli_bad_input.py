@@ -73,6 +73,8 @@ def refused(*arguments: str) -> str:
             "--layers: options of a GPT, and the network is 203-80-26; give --model",
         ),
         (["plan", "--speeds", "1,1", "--net", "9-3-2", "--model", "gpt"], "--net 9-3-2 and --model gpt are two networks"),
+        (["plan", "--speeds", "1,2", "--add", "name=p1,speed=1"], "name: 'p1' is taken already"),
+        (["simulate", "tiling", "--speeds", "1,2", "--mtbf", "1h", "--stages", "2"], "--stages is not simulated together with"),
         (["plan", "--speeds", "1e9,2e9", "--add", "speed=30"], "a speed of 30 flop/s, as the others' are; write 30Tflop/s"),
         (["plan", "--speeds", "1e9,2e9", "--vary", "processors.p1.memory=16"], "a memory of 16 bytes; write 16GiB"),
         (["plan", "--speeds", "1,1", "--net", "9-2"], "network '9-2' has no hidden layer"),

@@ -328,6 +328,8 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
         rank_command([])
     with pytest.raises(InputError, match=r"there is no script '.*missing.py'"):
         rank_command([str(tmp_path / "missing.py")])
+    with pytest.raises(InputError, match="there is no option '--hots'"):
+        rank_command(["--hots", "a:1", "prog.py"])
     with pytest.raises(InputError, match="there is no program 'no-such-program'"):
         rank_command(["no-such-program"])
     assert rank_command(["-m", "tatami", "x"])[-6:] == [sys.executable, "-m", "tatami.comm.runner", "-m", "tatami", "x"]

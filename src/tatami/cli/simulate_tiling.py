@@ -208,6 +208,7 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         "--retile": job.retile,
         "--every": job.every,
         "--sweep": job.sweep,
+        "--stages": job.stages,
     }
     if other := [name for name, value in others.items() if value]:
         raise InputError(f"{other[0]} is not simulated together with --mtbf: leave one of them out")

@@ -91,7 +91,8 @@ def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
         parts.append(_curve("samples/s", [row["rate"] for row in facts.rates], columns=columns))
     if facts.steps:
         parts += [Text(""), _floor(facts), _ranks(facts, run, columns=columns)]
-    parts += _section("re-tiled", [f"after iteration {row['iteration']:,}: {row['reason']}" for row in facts.decisions])
+    moves = [(f"iteration {row['iteration']:,}: ", row["reason"]) for row in facts.decisions]
+    parts += _section("re-tiled", [f"after {when}{reason.removeprefix(when)}" for when, reason in moves])
     changes = [row for row in run.of("tiling") if re.search(r" (gone|joined)(;|$)", row.get("why", ""))]
     parts += _section("ranks", [f"after iteration {row['iteration']:,}: {row['why']}" for row in changes])
     parts += _section("deaths and repairs", [": ".join(filter(None, list(row.values())[:3])) for row in facts.deaths])

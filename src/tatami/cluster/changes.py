@@ -113,6 +113,8 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
     if read is None:
         raise ClusterError(f"{text!r} does not describe a machine:", problems=problems)
     more: tuple[Processor, ...] = read.processors()
+    if clashes := [f"name: {each.name!r} is taken already" for each in more if each.name in cluster.by_name]:
+        raise ClusterError(f"{text!r} does not describe a new machine:", problems=clashes)
     return replace(cluster, processors=(*cluster.processors, *more))
 
 

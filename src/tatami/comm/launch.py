@@ -113,6 +113,8 @@ def rank_command(words: Sequence[str]) -> list[str]:
     """
     if not words:
         raise InputError("nothing to run: give a Python script and its arguments, as in `tatami run -n 4 script.py`")
+    if words[0].startswith("-") and words[0] != "-m":
+        raise InputError(f"there is no option {words[0]!r} (see --help); the script or program comes after the options")
     if words[0] == "-m" or words[0].endswith(".py"):
         if words[0] != "-m" and not Path(words[0]).is_file():
             raise InputError(f"there is no script {words[0]!r} in {os.getcwd()}")

@@ -70,7 +70,10 @@ def choose_route(places: Sequence[DevicePlace]) -> Route:
     if len(places) == 1:
         return Route(transport=host, why="there is one rank")
     if on_cpu:
-        return Route(transport=host, why=f"{format_ranks(on_cpu)} of {len(places)} compute{_s(on_cpu)} on a CPU")
+        return Route(
+            transport=host,
+            why=f"{format_ranks(on_cpu)} of {len(places)} {'computes' if len(on_cpu) == 1 else 'compute'} on a CPU",
+        )
     other = [rank for rank, place in enumerate(places) if place.kind != "cuda"]
     if other:
         return Route(transport=host, why=f"{format_ranks(other)}: a device of kind {places[other[0]].kind!r}")
@@ -100,10 +103,6 @@ def _sharing(places: Sequence[DevicePlace]) -> list[int]:
         if len(ranks) > 1:
             return ranks
     return []
-
-
-def _s(ranks: Sequence[int]) -> str:
-    return "s" if len(ranks) == 1 else ""
 
 
 def describe_route(places: Sequence[DevicePlace], route: Route, *, library: str) -> str:

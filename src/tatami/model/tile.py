@@ -49,6 +49,7 @@ from tatami.tiling.memory import memory_bytes, optimizer_shares
 from tatami.tiling.recomputing import recomputing_stages
 from tatami.tiling.staged import fastest_plan
 from tatami.tiling.staged_price import StagedPlan, price_stages
+from tatami.units import format_duration
 from tatami.workload import Workload, as_probed, check_wire
 
 _SHOWN = 8
@@ -499,7 +500,8 @@ def _told_stages(planned: StagedPlan) -> str:
     ranks = [["+".join(_few(replica.processors)) for replica in stage.replicas] for stage in layout.stages]
     stages = " > ".join(_few([" ".join(_few(each)) for each in ranks]))
     batches = sorted({replica.micro_batches for replica in layout.stages[0].replicas})
-    predicted = f"; predicted {planned.predicted_s:.3g} s an iteration" if planned.is_measured else ""  # of relative speeds
+    time = format_duration(planned.predicted_s, digits=3)
+    predicted = f"; predicted {time} an iteration" if planned.is_measured else ""  # of relative speeds
     rounded = f"; sums and hand-overs travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
     rounded += f"; recomputing activations: {', '.join(_few(layout.recomputes))}" if layout.recomputes else ""
     return (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tatami.checkpoints.tensors import read_tensors, write_tensors_somewhere
-from tatami.comm.agreement import decided_on_root
+from tatami.comm.agreement import called_by_all, decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError
 from tatami.model.model import TiledModel
@@ -22,6 +22,7 @@ from tatami.tiling import Span
 _TAG = 9
 
 
+@called_by_all("whole_state_dict")
 def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Tensor]:
     """The state dict of the plain model, on `root`, in host memory; an empty one on the other ranks. Collective.
 
@@ -70,6 +71,7 @@ def _handed_to(
     return tensor
 
 
+@called_by_all("load_whole_state_dict")
 def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] | None, *, root: int = 0) -> None:
     """Load the state dict of the plain model, given on `root` (None elsewhere), whatever the tiling. Collective.
 
@@ -168,6 +170,7 @@ def _can_be_taken(given: torch.dtype, wanted: torch.dtype) -> bool:
     return given == wanted or (given.is_floating_point and wanted.is_floating_point)
 
 
+@called_by_all("save_model")
 def save_model(model: TiledModel, path: Path | str, *, force: bool = False) -> None:
     """Write the ordinary state dict of the plain model. Collective: rank 0 writes.
 
@@ -198,6 +201,7 @@ def write_model(model: TiledModel, path: Path, *, force: bool, strict: bool) -> 
     return decided_on_root(model.comm, write)
 
 
+@called_by_all("load_model")
 def load_model(model: TiledModel, path: Path | str) -> None:
     """Load what `save_model` wrote, or `safetensors.torch.save_file(plain.state_dict(), path)`. Collective: rank 0 reads.
 

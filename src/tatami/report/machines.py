@@ -178,7 +178,7 @@ def bar(time: ProcessorTime, *, width: int) -> str:
     done_s, drawn, text = 0.0, 0, ""
     for sign, seconds in ((COMPUTES, time.compute_s), (SENDS, time.send_s), (WAITS, time.wait_s)):
         done_s += seconds
-        end = round(width * done_s / time.total_s) if time.total_s else 0
+        end = max(round(width * done_s / time.total_s), drawn, seconds > 0 and sign == COMPUTES) if time.total_s else 0
         text += sign * (end - drawn)
         drawn = end
     return text

@@ -74,7 +74,8 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
         width: characters.
     """
     cost = plan.predicted
-    parts = {"computing": cost.compute, "tensor-parallel sums": cost.tensor_parallel, "gradient sums": cost.gradients}
+    sums = "tensor-parallel sums" if plan.layout.deepest > 1 else "sums of batch normalization"
+    parts = {"computing": cost.compute, sums: cost.tensor_parallel, "gradient sums": cost.gradients}
     shown = [f"{what} {seconds_words(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
     text = f"An iteration takes {seconds_words(cost.total)}: {', '.join(shown)}."
     if plan.range_s is not None:

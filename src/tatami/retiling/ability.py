@@ -76,7 +76,11 @@ class Balance:
 
 def balance(points: Mapping[str, Sequence[Point]]) -> Balance | None:
     """Mean times compared; None where no rank measured a time. Ranks without work do not count."""
-    means = {name: math.fsum(seconds for seconds, _ in own) / len(own) for name, own in points.items() if _worked(own)}
+    means = {
+        name: math.fsum(seconds for seconds, _ in own) / len(own)
+        for name, own in points.items()
+        if any(work > 0 for _, work in own)
+    }
     if not means or max(means.values()) <= 0:
         return None
     fastest = min(means, key=lambda name: means[name])
@@ -87,10 +91,6 @@ def balance(points: Mapping[str, Sequence[Point]]) -> Balance | None:
     # A handful of points often looks calmer than its source is: at least the variance of all processors together.
     error = math.sqrt(math.fsum(max(variances[name], pooled) / len(points[name]) for name in (fastest, slowest)))
     return Balance(ratio=means[fastest] / means[slowest], fastest=fastest, slowest=slowest, error=error)
-
-
-def _worked(points: Sequence[Point]) -> bool:
-    return any(work > 0 for _, work in points)
 
 
 def _variance(points: Sequence[Point]) -> float:

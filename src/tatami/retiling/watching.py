@@ -309,7 +309,7 @@ class Watcher(AbstractDecider):
             )
             told = f"{told}; " if told else ""
             told += (
-                f"{1e3 * rate_s:.3g} of {1e3 * self._stay_s:.3g} ms an iteration, {1e3 * account.loss_s:.3g} ms so far, lost; "
+                f"{1e3 * rate_s:.3g} of {1e3 * self._stay_s:.3g} ms an iteration lost, {1e3 * account.loss_s:.3g} ms so far; "
                 f"moving costs {1e3 * chosen.price_s:.3g} ms; speeds {tell_speeds(speeds)}; {moved} unit rows move"
                 f"{_tell_places(self.layout, layout)}"
             )

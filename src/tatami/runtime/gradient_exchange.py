@@ -88,7 +88,7 @@ class GradientExchange:
         self._comm = comm
         self._tilings = tuple(tilings)
         self._names = tuple(names)
-        self._wire, self._rates = wire, rates
+        self._wire, self.rates = wire, rates
         self._vectors = VectorSum(comm, wire=wire)
         self._rooms: dict[tuple[object, ...], _Room] = {}
         self._stages: list[GradientStage] = []
@@ -105,11 +105,6 @@ class GradientExchange:
         self._sends: list[list[_Transfer]] = []
         self._receives: list[list[_Transfer]] = []
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks send and receive at one rate."""
-        return self._rates is None
-
     def _plan(self, unit_elements: Sequence[int], riders: int, *, element_bytes: int) -> None:
         """This rank's part of the messages that sum so many elements."""
         self._rooms.clear()
@@ -122,7 +117,7 @@ class GradientExchange:
             wire=self._wire,
             names=names,
             hosts=dict(zip(names, self._comm.hosts, strict=True)),
-            rates=self._rates,
+            rates=self.rates,
         )
         self._rides = all(each.kind is SumKind.GRADIENTS for each in planned)
         me = names[self._comm.rank]

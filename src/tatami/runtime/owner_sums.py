@@ -63,7 +63,7 @@ class OwnerSums(AbstractGradientSums):
     def sends_evenly(self) -> bool:
         """Whether all ranks sum equal parts of the gradients."""
         exchange = self._placement().exchange
-        return exchange is not None and exchange.is_even
+        return exchange is not None and exchange.rates is None
 
     @property
     def wire(self) -> torch.dtype | None:

@@ -110,7 +110,7 @@ def follow_modules(
     not_split: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    inside_first = sorted(names, key=lambda name: -_depth(name))
+    inside_first = sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))
     for name in reported(inside_first, "tatami.tile: tracing the network", unit="modules"):
         module = model.get_submodule(name)
         prefix = f"{name}." if name else ""
@@ -162,10 +162,6 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, int]:
             if value.dim() > 1 and not isinstance(owner, nn.Embedding):
                 found[f"{inner}.{name}" if inner else name] = value.numel()
     return found
-
-
-def _depth(name: str) -> int:
-    return name.count(".") + 1 if name else 0
 
 
 def cut_names(name: str, followed: Followed) -> set[str]:

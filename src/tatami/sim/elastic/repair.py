@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from enum import Enum
 
 from tatami.membership import Abort, Ask, Died, EndRun, Entered, Halted, Laid, MemberEvent, Membership, Regroup
@@ -33,6 +34,7 @@ class _Play:
 
     def __init__(self, setup: LossySetup, *, seed: int) -> None:
         self._setup = setup
+        self._workload = replace(setup.workload, pieces=())  # it lays no pipeline stages
         self._seed = seed
         self._events = MachineEvents(setup, seed=seed)
         self._processors = self._events.first()
@@ -54,7 +56,7 @@ class _Play:
         self._now_s = 0.0
         layout = self._plan(names)
         for name in names:
-            self._tell(Entered(member=name, group=0, layout=layout, workload=setup.workload))
+            self._tell(Entered(member=name, group=0, layout=layout, workload=self._workload))
         self._until_s = 0.0  # all have the same weights from the same seed: to begin costs no rows
         self._done()
 
@@ -110,7 +112,7 @@ class _Play:
         self._processors[name] = event.processor
         held = self._machine.held
         assert held is not None
-        self._tell(Entered(member=name, group=None, layout=held.layout, workload=self._setup.workload))
+        self._tell(Entered(member=name, group=None, layout=held.layout, workload=self._workload))
 
     def _done(self) -> None:
         """Report, as the ranks do, that what they did is done."""
@@ -206,13 +208,14 @@ class _Play:
 
     def _rows_s(self, change: Regroup) -> float:
         """Seconds until all have their rows, and newcomers what all have in common."""
-        workload = self._setup.workload
         sizes: dict[tuple[str, str], float] = defaultdict(float)
         for take in change.takes:
             if take.source != take.dest:
-                sizes[take.source, take.dest] += take.units.size * workload.unit_moved_bytes(workload.blocks[take.block])
+                sizes[take.source, take.dest] += take.units.size * self._workload.unit_moved_bytes(
+                    self._workload.blocks[take.block]
+                )
         for name in change.newcomers:
-            sizes[change.source, name] += workload.replicated_moved_bytes
+            sizes[change.source, name] += self._workload.replicated_moved_bytes
         return carried_s(sizes, cluster=self._setup.among(tuple(self._processors[name] for name in change.members)))
 
     def _plan(self, names: tuple[str, ...]) -> Layout:
