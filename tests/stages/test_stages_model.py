@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -534,3 +535,83 @@ def test_a_run_is_described_recorded_and_shown(world: World, tmp_path_factory: p
     for words in ("8 samples x 2 stages in", "hand-over" if "handover" in str(facts.phases) else "bubble", "memory"):
         assert words in shown
     assert "Stage 1 hands 72 B a sample to stage 2, and gets 72 B back." in " ".join(text.split())
+
+
+class TwoHeads(nn.Module):
+    """Two results, each of which has a branch of its own from the first stage on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.left, self.right = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = torch.tanh(self.first(x)), torch.tanh(self.second(x))
+        return self.left(first), self.right(second)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_has_no_part_in_the_loss_has_no_gradient_in_any_stage(world: World, micro_batches: int) -> None:
+    """Adam, momentum and weight decay would go on with a gradient of 0, and leave alone what has none."""
+    x, y = floats(12, 6), floats(12, 3)
+
+    def loop(model: Any, parts: Callable[..., Any]) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+        for step in range(4):
+            optimizer.zero_grad()
+            for own_x, own_y in parts(x, y):
+                torch.autograd.backward(F.mse_loss(model(own_x)[step > 1], own_y))
+            optimizer.step()
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=micro_batches)
+        given: Any = {"layout": layout} if comm.size > 1 else {}
+        model = tatami.tile(made(TwoHeads)(), comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, **given)
+        loop(model, model.micro_batches)
+        return whole_state_dict(model)
+
+    plain = made(TwoHeads)()
+    loop(plain, lambda *batch: [batch])
+    assert_same(world(body)[0], plain.state_dict())
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.count = nn.Linear(6, 6), nn.Linear(6, 3), nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.last(torch.tanh(self.first(x))) / self.count
+
+
+def test_what_a_pass_changes_is_changed_once_for_a_batch(comm: AbstractCommunicator) -> None:
+    x, y = floats(12, 6), floats(12, 3)
+    given: Any = {"batch_size": 12, "sample": x[:4], "reduction": "mean", "quiet": True, "speeds": "equal"}
+    with pytest.raises(PlanError, match="the forward pass changes count, which would happen once for each micro-batch"):
+        tatami.tile(made(Counting)(), comm, **given, micro_batches=2)
+    model = tatami.tile(made(Counting)(), comm, **given, stages=2)
+    for own_x, own_y in model.micro_batches(x, y):
+        loss = F.mse_loss(model(own_x), own_y)
+        torch.autograd.backward(loss)
+    assert whole_state_dict(model).get("count", torch.ones(())) == 1
+    assert model.global_loss([loss]) == model.global_loss(loss) > 0
+    here = model.local(x, y)
+    again = F.mse_loss(model(here[0]), here[1])
+    torch.autograd.backward(again)
+    assert model.global_loss([again]) == model.global_loss(again) > 0
+
+
+@pytest.mark.threads_only  # the other stage knows nothing of it
+def test_weights_in_front_that_are_trained_later_are_refused(comm: AbstractCommunicator) -> None:
+    x, y = floats(12, 6), floats(12, 3)
+    network = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    network[0].requires_grad_(False)
+    layout = staged(2, stages=2, cuts=(1,))
+    model = tatami.tile(network, comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, layout=layout)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    here = model.local(x, y)
+    with pytest.raises(ModelError, match="were frozen when the network was tiled") if comm.rank == 0 else nullcontext():
+        model(here[0])

@@ -391,6 +391,7 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "norm": (lambda output, classes: output.norm(), True),  # noqa: ARG005
     "class weights": (lambda output, classes: F.cross_entropy(output, classes, weight=WEIGHTS), True),
     "ignore_index": (lambda output, classes: F.cross_entropy(output, classes, ignore_index=1), True),
+    "ignore_index, two axes": (lambda out, classes: F.cross_entropy(out[..., None], classes[:, None], ignore_index=1), True),
     "masked mean": (masked, True),
     "contrastive": (contrastive, False),
     "top-k": (lambda output, classes: F.cross_entropy(output, classes, reduction="none").topk(2).values.mean(), False),
@@ -418,7 +419,7 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(comm: AbstractCommunic
     if is_refused:
         with pytest.raises(InputError, match="the loss"):
             model.check_loss(lambda x, classes: loss(model(x), classes), *here)
-        if name not in ("class weights", "ignore_index"):  # which the Trainer computes or refuses by itself
+        if not name.startswith(("class weights", "ignore_index")):  # which the Trainer computes or refuses by itself
             with pytest.raises(InputError, match=r"the loss \(training_step\) is said to be the mean"):
                 trainer.fit((x, classes), batch_size=SAMPLES, iterations=1)
     else:

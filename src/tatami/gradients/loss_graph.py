@@ -34,6 +34,7 @@ _COUPLING = frozenset({
     "AminBackward0", "StdBackward0", "VarBackward0", "LogsumexpBackward0", "ProdBackward0", "MedianBackward0",
 })  # fmt: skip
 """Operations that combine many numbers into one."""
+_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _OVER_BATCH = "OverBatchBackward"
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "
@@ -69,7 +70,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
                     f"the loss divides a sum over samples by {divisor:g}, which is no multiple of the {samples} samples of "
                     f"this rank, as a mean over those that count does. {_REMEDY}"
                 )
-        elif name == "NllLossBackward0" and node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
+        elif name in _CROSS_ENTROPIES and node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
             # Where it is on another pipeline stage, a stand-in has no value.
             total, targets = float(node._saved_total_weight), node._saved_target.numel()
             if abs(total - targets) > 1e-3 * targets and _leads_to(below):

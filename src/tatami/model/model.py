@@ -463,6 +463,7 @@ class TiledModel(nn.Module):
             index, widths = self._rank.index, self._widths_of(samples)
             self._shares[samples] = Span(0, 0) if index is None else spans(widths)[index], widths
         mine, widths = self._shares[samples]
+        self._part_sizes = (mine.size,)
         self._announce(samples, mine, widths)
         if any(watch.is_due for watch in self._watches):
             self._batch.announce(samples, ())
@@ -1035,6 +1036,12 @@ class TiledModel(nn.Module):
             raise PlanError(
                 "the layout has micro-batches, and batch normalization takes the statistics of the whole batch. Use a layout "
                 "with one micro-batch for each replica"
+            )
+        changed = sorted(found.captured.leaves_behind.buffers) if found.captured is not None else ()
+        if changed and any(replica.micro_batches > 1 for replica in layout.replicas):
+            raise PlanError(
+                f"the forward pass changes {', '.join(changed[:3])}, which would happen once for each micro-batch and not once "
+                "for a batch. Use micro_batches=1 and a layout of one micro-batch for each replica, or change it between steps"
             )
         refuse_recomputation(layout, workload=workload)
         cluster = self.cluster if stage is None else self.cluster.only(_names_of(stage, self.names))

@@ -248,7 +248,7 @@ def tile(
         on_cpus = all(comm.allgather_object(target.type == "cpu"))
         workload = replace(
             as_probed(workload, cluster),
-            micro_batches=micro_batches,
+            micro_batches=micro_batches or workload.micro_batches,
             pieces=pieces,
             overlaps_sums=on_cpus and may_overlap(comm),
         )

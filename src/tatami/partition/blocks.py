@@ -385,6 +385,7 @@ def workload_of(
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
         replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + 2 * _statistics_bytes(model),
         batch_statistics=() if local_statistics else _batch_statistics(model, found.captured),
+        micro_batches=1 if found.captured is not None and found.captured.leaves_behind.buffers else None,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tatami.cluster import Cluster
 from tatami.report.machines import MachineLine
 from tatami.report.recommended import listed_machines, recomputing_words, seconds_words, without_work
@@ -65,7 +63,8 @@ def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, wid
     """The time of an iteration, and where it goes, in lines of at most `width` characters."""
     shown = [
         f"{what} {seconds_words(own)} ({percent(round(own / plan.iteration_s, 2))})"
-        for what, own in _largest(plan.parts_s, plan.iteration_s)
+        for what, own in plan.parts_s
+        if own >= plan.iteration_s / 200
     ]
     all_ = {2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
     text = (
@@ -75,7 +74,3 @@ def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, wid
     if not plan.is_measured:
         text += f" Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times are guesses."
     return wrapped(text, width=width)
-
-
-def _largest(parts: Sequence[tuple[str, float]], whole: float) -> list[tuple[str, float]]:
-    return [(what, own) for what, own in parts if own >= whole / 200]

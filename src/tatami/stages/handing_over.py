@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tatami.errors import ModelError
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.stand_in import StandIn, stand_in_of
 
@@ -51,6 +52,11 @@ class ReceivedParcel:
 
     def give(self, grad: torch.Tensor | None) -> None:
         """Send the gradient back."""
+        if isinstance(grad, StandIn):
+            raise ModelError(
+                "the loss reads weights or values of other pipeline stages, which have no values here: a penalty on weights? "
+                "Use the optimizer's weight_decay, return what the loss needs from the network, or use stages=1"
+            )
         self.is_settled = True
         self.channel.send(self.parcel, grad)
 
@@ -82,9 +88,10 @@ class TakeOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, end: ReceivedParcel, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         ctx.end = end
+        ctx.set_materialize_grads(False)
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:
         ctx.end.give(grad)
         return None, None, None

@@ -172,12 +172,15 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         ctx.products = products
         return functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None, None
         x, weight = ctx.saved_tensors
         ctx.products.add(x, grad)
         return grad.matmul(weight) if ctx.needs_input_grad[0] else None, grad.new_zeros(()), None, None, None

@@ -64,17 +64,13 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis)))
 
 
-def _no_meter() -> tuple[float, float]:
-    return 0.0, 0.0
-
-
 def record(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
     atoms: Collection[str] = (),
-    meter: Meter = _no_meter,
+    meter: Meter = lambda: (0.0, 0.0),
 ) -> ForwardProgram:
     """Run `module` on these inputs and write down what it does.
 

@@ -255,10 +255,9 @@ class _Pass(TorchFunctionMode):
         leaves, structure = pytree.tree_flatten(out)
         self._lead_back(leaves)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if places and self.anchor is not None:
-            begun = _Begins.apply(self, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
-            for i, each in zip(places, begun, strict=True):
-                leaves[i] = each
+        for i in places if self.anchor is not None else ():
+            # Each by itself: what only gives a result that has no part in the loss has no gradient, which is not one of 0.
+            leaves[i] = _Begins.apply(self, leaves[i])  # type: ignore[no-untyped-call]
         self.shown.clear()
         self.taken.clear()
         return pytree.tree_unflatten(leaves, structure)
@@ -347,6 +346,11 @@ class _Pass(TorchFunctionMode):
             self.runner.channel.send(parcel, tensor.detach())
         if self.anchor is None or not tensor.requires_grad:
             return stand_in_of(tensor)
+        if not all(each.requires_grad for each in handovers):
+            raise ModelError(
+                f"stage {self.runner.stage} hands over a tensor of weights that were frozen when the network was tiled; "
+                "later stages send no gradient back. Freeze weights after tatami.tile, or tile the network again"
+            )
         ends = [SentParcel(self.runner.channel, parcel) for parcel in parcels]
         self.waiting += ends
         shown = HandOver.apply(ends, tensor)  # type: ignore[no-untyped-call]
@@ -400,20 +404,19 @@ class _Pass(TorchFunctionMode):
 
 
 class _Begins(torch.autograd.Function):
-    """The results of a pass: when their gradients come, the end of the backward pass is known to come as well."""
+    """A result of a pass: when its gradient comes, the end of the backward pass is known to come as well."""
 
     @staticmethod
-    def forward(ctx: Any, taken: _Pass, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, taken: _Pass, tensor: torch.Tensor) -> torch.Tensor:
         ctx.taken = taken
-        ctx.set_materialize_grads(False)
-        return tuple(stand_in_of(each) if isinstance(each, StandIn) else each.detach() for each in tensors)
+        return stand_in_of(tensor) if isinstance(tensor, StandIn) else tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         if ctx.taken.runner.on_backward is not None:
             ctx.taken.runner.on_backward(ctx.taken.micro_batch)
         Variable._execution_engine.queue_callback(ctx.taken.end_backward)
-        return None, *grads
+        return None, grad
 
 
 def _nested(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

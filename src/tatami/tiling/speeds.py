@@ -43,7 +43,8 @@ def with_speeds(cluster: Cluster, speeds: Mapping[str, float] | Sequence[float])
                 "order of the ranks"
             )
     pairs = zip(cluster.processors, listed, strict=True)
-    return replace(cluster, processors=tuple(replace(processor, speed=_kept(speed)) for processor, speed in pairs))
+    kept = (replace(each, speed=speed if isinstance(speed, SpeedTable) else float(speed)) for each, speed in pairs)
+    return replace(cluster, processors=tuple(kept))
 
 
 def at_paces(cluster: Cluster, paces: Mapping[str, float]) -> Cluster:
@@ -68,10 +69,6 @@ def at_paces(cluster: Cluster, paces: Mapping[str, float]) -> Cluster:
         for each, pace in ((each, paces[each.name]) for each in cluster.processors)
     )
     return replace(cluster, processors=tuple(processors))
-
-
-def _kept(speed: float) -> float:
-    return speed if isinstance(speed, SpeedTable) else float(speed)
 
 
 def at_equal_times(cluster: Cluster, *, workload: Workload) -> Cluster:

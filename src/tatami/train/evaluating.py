@@ -118,7 +118,8 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
     Raises:
         InputError: shapes that do not belong together, or of which both axes could be the classes.
     """
-    axes = [axis for axis in {1, output.dim() - 1} if axis > 0 and _without(output.shape, axis) == tuple(target.shape)]
+    shape, wanted = tuple(output.shape), tuple(target.shape)
+    axes = [axis for axis in {1, output.dim() - 1} if axis > 0 and shape[:axis] + shape[axis + 1 :] == wanted]
     if len(axes) != 1:
         why = "either axis could be the classes" if axes else "no axis is one of classes"
         raise InputError(
@@ -163,10 +164,6 @@ def metrics_of(given: Mapping[str, Metric] | Sequence[str] | None) -> dict[str, 
             "target) that gives a mean over samples"
         )
     return {name: METRICS[name] for name in given}
-
-
-def _without(shape: torch.Size, axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _alike(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

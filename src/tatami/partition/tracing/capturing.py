@@ -198,7 +198,8 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         result_axes=_result_axes(watch.results, other_watch.results),
         runs_without_samples=_runs_without_samples(model, most),
         leaves_behind=LeftBehind(
-            attributes=frozenset(changed) - {name for name, _ in model.named_buffers()},
+            buffers=frozenset(changed) & dict(model.named_buffers()).keys(),
+            attributes=frozenset(changed) - dict(model.named_buffers()).keys(),
             with_gradient=with_gradient,
             of_samples=kept_of_samples(model, most, changed),
         ),

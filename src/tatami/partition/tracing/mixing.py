@@ -38,11 +38,13 @@ class LeftBehind:
     """What a forward pass in training leaves in the modules, by qualified name.
 
     Attributes:
+        buffers: those that it changes, statistics of batch normalization apart.
         attributes: what it changes beside buffers.
         with_gradient: of them, those that lead to the weights: losses and results that are kept to be fetched.
         of_samples: buffers that depend on its samples, and attributes by which the next pass does.
     """
 
+    buffers: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     with_gradient: tuple[str, ...] = ()
     of_samples: tuple[str, ...] = ()

@@ -198,10 +198,6 @@ def _elementwise(following: Following, node: fx.Node) -> Axes:
     return _broadcast([following.of(operand) for operand in _tensors(following, node)], node.meta["val"].dim())
 
 
-def _same(following: Following, node: fx.Node) -> Axes:
-    return following.of(node.args[0])
-
-
 def _view(following: Following, node: fx.Node) -> Axes:
     axes, sizes = following.of(node.args[0]), node.meta["val"].shape
     found = regrouped(axes, sizes)
@@ -535,7 +531,7 @@ def _concatenate(following: Following, node: fx.Node) -> Axes:
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(_SAME, lambda following, node: following.of(node.args[0])),
     **dict.fromkeys(FILLS, _fill),
     **dict.fromkeys(SPLITS, _split),
     **dict.fromkeys(CONVOLUTIONS, _convolution),

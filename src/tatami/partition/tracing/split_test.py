@@ -169,7 +169,7 @@ def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int], writ
     rank = steps.RankContext(replica=ReplicaComm.alone(), comm=None, generator=torch.Generator())
     inputs = []
     for part in parts:
-        context = steps.ModuleContext(rank=rank, units=[functools.partial(_given, span) for span in part.spans])
+        context = steps.ModuleContext(rank=rank, units=[functools.partial(lambda given: given, span) for span in part.spans])
         units = [span.size for span in part.spans]
         inputs.append(iter([context, local.facts, *units, *part.own.values(), *(part.inputs[index] for index in given)]))
     values: list[dict[fx.Node, Any]] = [{} for _ in parts]
@@ -191,10 +191,6 @@ def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int], writ
         for known, result in zip(values, results, strict=True):
             known[node] = result
     raise AssertionError("a program ends with its output")
-
-
-def _given(span: Span) -> Span:
-    return span
 
 
 def _without_dropout(target: Any, args: Any, kwargs: Any) -> Any:

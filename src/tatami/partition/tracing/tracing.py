@@ -188,7 +188,7 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
             cuts[training] = [_cuts(program, candidate) for candidate in candidates]
         # In evaluation a model may leave something away; what it splits must be the same.
         common = [each for each in cuts[True] if each in cuts[False]]
-        kept = {training: _kept(modes[training][2], cuts[training], common) for training in (True, False)}
+        kept = {training: [modes[training][2][cuts[training].index(each)] for each in common] for training in (True, False)}
         localised = {}
         for training, (program, following, _) in modes.items():
             module.train(training)
@@ -248,12 +248,6 @@ def _believe(
 
 def _cuts(program: FollowedProgram, candidate: UnitAxis) -> dict[str, UnitRuns]:
     return {program.tensors[index]: runs for index, runs in candidate.tensors.items()}
-
-
-def _kept(
-    candidates: Sequence[UnitAxis], cuts: Sequence[Mapping[str, UnitRuns]], common: Sequence[Mapping[str, UnitRuns]]
-) -> list[UnitAxis]:
-    return [candidates[cuts.index(each)] for each in common]
 
 
 def _gives_the_same(module: nn.Module, call: ModuleCall, followed: Followed) -> bool:

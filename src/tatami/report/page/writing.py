@@ -264,16 +264,16 @@ def _stages(facts: RunFacts) -> str:
             each["pieces"],
             f"{each['samples']:,} in {each['micro_batches']:,}",
             f"{each['in_flight']:,}",
-            " of ".join(_size(each[name]) for name in ("memory_bytes", "memory_given_bytes") if each.get(name) is not None),
+            " of ".join(
+                format_size(round(each[name]), digits=3)
+                for name in ("memory_bytes", "memory_given_bytes")
+                if each.get(name) is not None
+            ),
         ]
         for each in thinned(facts.stages["ranks"], _MOST_STAGE_RANKS)
     ]
     head = ["stage", "replica", "rank", "pieces", "samples in micro-batches", "in flight", "memory, planned"]
     return f"<section><h2>Pipeline stages</h2>{_table(head, rows)}<p>{_text(' '.join(facts.stages['sentences']))}</p></section>"
-
-
-def _size(size_bytes: float) -> str:
-    return format_size(round(size_bytes), digits=3)
 
 
 def _alarms(facts: RunFacts) -> str:
