@@ -211,6 +211,13 @@ def test_a_stand_in_says_where_its_value_is() -> None:
         shown.sum().item()
 
 
+def test_a_mean_over_no_sample_of_another_stage_has_a_gradient() -> None:
+    shown = StandIn(torch.empty(0, 3, device="meta"), device=torch.device("cpu"), requires_grad=True)
+    torch.autograd.backward(F.mse_loss(shown, torch.zeros(0, 3)))
+    assert shown.grad is not None
+    assert shown.grad.shape == (0, 3)
+
+
 def test_the_gradient_of_the_input_leaves_before_weights_have_theirs() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
