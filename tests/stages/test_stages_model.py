@@ -1,5 +1,6 @@
 """`tatami.tile` with pipeline stages: a loop by hand, and the Trainer, train as one machine does."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -554,7 +555,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_what_has_no_part_in_the_loss_has_no_gradient_in_any_stage(world: World, micro_batches: int) -> None:
     """Adam, momentum and weight decay would go on with a gradient of 0, and leave alone what has none."""
-    x, y = floats(12, 6), floats(12, 3)
+    x, y, network = floats(12, 6), floats(12, 3), made(TwoHeads)()
 
     def loop(model: Any, parts: Callable[..., Any]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
@@ -567,23 +568,25 @@ def test_what_has_no_part_in_the_loss_has_no_gradient_in_any_stage(world: World,
     def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
         layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=micro_batches)
         given: Any = {"layout": layout} if comm.size > 1 else {}
-        model = tatami.tile(made(TwoHeads)(), comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, **given)
+        model = tatami.tile(copy.deepcopy(network), comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, **given)
         loop(model, model.micro_batches)
         return whole_state_dict(model)
 
-    plain = made(TwoHeads)()
-    loop(plain, lambda *batch: [batch])
-    assert_same(world(body)[0], plain.state_dict())
+    found = world(body)[0]
+    loop(network, lambda *batch: [batch])
+    assert_same(found, network.state_dict())
 
 
 class Counting(nn.Module):
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last, self.count = nn.Linear(6, 6), nn.Linear(6, 3), nn.Buffer(torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        return self.last(torch.tanh(self.first(x))) / self.count
+        return torch.div(self.last(torch.tanh(self.first(x))), self.count)
 
 
 def test_what_a_pass_changes_is_changed_once_for_a_batch(comm: AbstractCommunicator) -> None:
