@@ -132,6 +132,13 @@ def test_both_answers_over_machines_and_lives_and_the_same_again() -> None:
     assert run(*arguments)[1] == out
 
 
+def test_machines_that_compute_a_gpt_die() -> None:
+    gpt = ["--model", "gpt", "--layers", "4", "--width", "64", "--heads", "4", "--tokens", "32", "--vocabulary", "600"]
+    lives = ["--speeds", "1e11,1e11,5e10,2e10", "--mtbf", "20s", "--iterations", "1000", "--samples", "16"]
+    code, _, err = run("simulate", "tiling", *gpt, *lives)
+    assert code == 0, err
+
+
 def test_the_table_and_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "lost.png"

@@ -26,6 +26,7 @@ from tatami.errors import ModelError
 from tatami.partition.pieces import record_network
 from tatami.partition.tracing.sample import Sample
 from tatami.stages.channel import AbstractChannel, Parcel
+from tatami.stages.handing_over import ReceivedParcel
 from tatami.stages.program import ForwardProgram, Reach, Staging
 from tatami.stages.recording import record
 from tatami.stages.running import StageRunner
@@ -209,6 +210,9 @@ def test_a_stand_in_says_where_its_value_is() -> None:
     assert (shown * 2).shape == (3,)
     with pytest.raises(ModelError, match="another stage"):
         shown.sum().item()
+    channel: Any = None
+    with pytest.raises(ModelError, match="the loss reads weights or values of other pipeline stages"):
+        ReceivedParcel(channel, Parcel(value=0, micro_batch=0, source=0, target=1)).give(shown)
 
 
 def test_a_mean_over_no_sample_of_another_stage_has_a_gradient() -> None:

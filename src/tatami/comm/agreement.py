@@ -178,13 +178,18 @@ def announce(comm: AbstractRanks, error: Exception) -> None:
     known_to_all(error)
 
 
+_BY_ALL = " must be called by all ranks: is it inside of `if comm.rank == 0`?"
+
+
 @contextmanager
 def called_by_all(call: str) -> Iterator[None]:
     """Note what to do where ranks are missing in a collective; `call` is what the user's program calls. Also a decorator."""
     try:
         yield
     except (CommTimeoutError, RankDiedError) as error:
-        error.add_note(f"{call} must be called by all ranks: is it inside of `if comm.rank == 0`?")
+        # Of calls inside of each other the user's is the outermost.
+        error.__notes__ = [note for note in getattr(error, "__notes__", ()) if not note.endswith(_BY_ALL)]
+        error.add_note(call + _BY_ALL)
         raise
 
 

@@ -70,10 +70,8 @@ def choose_route(places: Sequence[DevicePlace]) -> Route:
     if len(places) == 1:
         return Route(transport=host, why="there is one rank")
     if on_cpu:
-        return Route(
-            transport=host,
-            why=f"{format_ranks(on_cpu)} of {len(places)} {'computes' if len(on_cpu) == 1 else 'compute'} on a CPU",
-        )
+        verb = "computes" if len(on_cpu) == 1 else "compute"
+        return Route(transport=host, why=f"{format_ranks(on_cpu)} of {len(places)} {verb} on a CPU")
     other = [rank for rank, place in enumerate(places) if place.kind != "cuda"]
     if other:
         return Route(transport=host, why=f"{format_ranks(other)}: a device of kind {places[other[0]].kind!r}")

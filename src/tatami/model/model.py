@@ -430,13 +430,14 @@ class TiledModel(nn.Module):
         if not self.has_parts:
             yield here
             return
-        loop = self._gradients.begin_parts()
+        loop, versions = self._gradients.begin_parts(), self._unseen_versions()
         self._deferred.begin(0 if self.stage is None else self.stage.ahead)
         state, start = self.generator.get_state(), mine.start
         try:
             for number, size in enumerate(sizes):
                 if number:
                     self.generator.set_state(state)  # every layer draws for the whole batch, and takes its samples' part
+                    _refuse_changed([name for name, own in self._unseen_versions().items() if own != versions[name]])
                 span = Span(start, start + size)
                 self._part = number
                 self._announce(samples, span, widths)
@@ -456,6 +457,14 @@ class TiledModel(nn.Module):
             self._announce(samples, mine, widths)
         self._gradients.finish_parts()
         self._average_statistics()
+
+    def _unseen_versions(self) -> dict[str, int]:
+        """How often each buffer was changed, where no sample showed which ones a forward pass changes."""
+        if self.found.captured is not None or not self.module.training:
+            return {}
+        owners = {name: module for name, module in self.module.named_modules() if not isinstance(module, BATCH_NORMS)}
+        named = self.module.named_buffers()
+        return {name: buffer._version for name, buffer in named if name.rpartition(".")[0] in owners}
 
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
@@ -1037,12 +1046,8 @@ class TiledModel(nn.Module):
                 "the layout has micro-batches, and batch normalization takes the statistics of the whole batch. Use a layout "
                 "with one micro-batch for each replica"
             )
-        changed = sorted(found.captured.leaves_behind.buffers) if found.captured is not None else ()
-        if changed and any(replica.micro_batches > 1 for replica in layout.replicas):
-            raise PlanError(
-                f"the forward pass changes {', '.join(changed[:3])}, which would happen once for each micro-batch and not once "
-                "for a batch. Use micro_batches=1 and a layout of one micro-batch for each replica, or change it between steps"
-            )
+        if found.captured is not None and any(replica.micro_batches > 1 for replica in layout.replicas):
+            _refuse_changed(sorted(found.captured.leaves_behind.buffers))
         refuse_recomputation(layout, workload=workload)
         cluster = self.cluster if stage is None else self.cluster.only(_names_of(stage, self.names))
         comm = self.comm if stage is None else stage.comm
@@ -1331,3 +1336,11 @@ def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:
         id(tensor): Rows(tensor, runs) for tensor, runs in ((tensor_of(root, name), runs) for name, runs in cuts.items())
     }
     return list(tensors.values())
+
+
+def _refuse_changed(buffers: Sequence[str]) -> None:
+    if buffers:
+        raise PlanError(
+            f"the forward pass changes {', '.join(buffers[:3])}, which would happen once for each micro-batch and not once for "
+            "a batch. Use micro_batches=1 and a layout of one micro-batch for each replica, or change it between steps"
+        )

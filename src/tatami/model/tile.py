@@ -325,7 +325,7 @@ def tile(
         reduction=reduction,
         phases=phases,
         generator=generator,
-        draws=_draws(generator, found) if random == "local" else None,
+        draws=LocalDraws(generator, functions=found.captured.drawing if found.captured else ()) if random == "local" else None,
         wire=wire,
         local_statistics=batch_norm == "local",
         plain=model,
@@ -435,10 +435,6 @@ def _plain(model: nn.Module | Callable[[], nn.Module], comm: AbstractCommunicato
     if next(model.parameters(), None) is None:
         raise InputError(f"this {type(model).__name__} has no parameters: there is nothing to train on several ranks")
     return model
-
-
-def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:
-    return LocalDraws(generator, functions=found.captured.drawing if found.captured is not None else ())
 
 
 def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) -> Cluster | None:

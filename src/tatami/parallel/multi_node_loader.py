@@ -45,7 +45,8 @@ class MultiNodeLoader:
         private = comm.duplicate()
         self._comm, self._root, self._loader = private, root, loader
         self._length = decided_on_root(self._comm, lambda: _length(loader, root), root=root)
-        self.is_resumable: bool = private.bcast_object(_is_resumable(loader), root=root)
+        can = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.is_resumable: bool = private.bcast_object(can, root=root)
         """Whether the loader of `root` can say where it is."""
         self.epoch = 0
 
@@ -142,10 +143,6 @@ def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
         return _Slot(shape=tuple(leaf.shape), dtype=leaf.dtype)
 
     return mapped(value, take)
-
-
-def _is_resumable(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _length(loader: Any, root: int) -> int | None:

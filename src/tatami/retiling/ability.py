@@ -76,11 +76,8 @@ class Balance:
 
 def balance(points: Mapping[str, Sequence[Point]]) -> Balance | None:
     """Mean times compared; None where no rank measured a time. Ranks without work do not count."""
-    means = {
-        name: math.fsum(seconds for seconds, _ in own) / len(own)
-        for name, own in points.items()
-        if any(work > 0 for _, work in own)
-    }
+    worked = {name: own for name, own in points.items() if any(work > 0 for _, work in own)}
+    means = {name: math.fsum(seconds for seconds, _ in own) / len(own) for name, own in worked.items()}
     if not means or max(means.values()) <= 0:
         return None
     fastest = min(means, key=lambda name: means[name])

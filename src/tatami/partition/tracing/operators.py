@@ -298,10 +298,6 @@ def _split(following: Following, node: fx.Node) -> tuple[Axes, ...]:
     return tuple(result)
 
 
-def _fill(following: Following, node: fx.Node) -> Axes:  # noqa: ARG001 - all rules have the same arguments
-    return [whole_axis(size) for size in node.meta["val"].shape]
-
-
 # -- what contracts axes ------------------------------------------------------------------------------------------------
 
 
@@ -532,7 +528,7 @@ def _concatenate(following: Following, node: fx.Node) -> Axes:
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(_SAME, lambda following, node: following.of(node.args[0])),
-    **dict.fromkeys(FILLS, _fill),
+    **dict.fromkeys(FILLS, lambda _, node: [whole_axis(size) for size in node.meta["val"].shape]),
     **dict.fromkeys(SPLITS, _split),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(POOLS, _pool),

@@ -29,6 +29,7 @@ from tatami.report.palette import PHASES
 from tatami.units import format_size
 
 LARGEST_PAGE_BYTES = 2_000_000
+_MEMORY = ("memory_bytes", "memory_given_bytes")
 _MOST_STAGE_RANKS = 100
 _SECTIONS = {
     "floor": "Tiling",
@@ -264,11 +265,7 @@ def _stages(facts: RunFacts) -> str:
             each["pieces"],
             f"{each['samples']:,} in {each['micro_batches']:,}",
             f"{each['in_flight']:,}",
-            " of ".join(
-                format_size(round(each[name]), digits=3)
-                for name in ("memory_bytes", "memory_given_bytes")
-                if each.get(name) is not None
-            ),
+            " of ".join(format_size(round(size), digits=3) for size in map(each.get, _MEMORY) if size is not None),
         ]
         for each in thinned(facts.stages["ranks"], _MOST_STAGE_RANKS)
     ]

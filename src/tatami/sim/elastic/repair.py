@@ -211,9 +211,8 @@ class _Play:
         sizes: dict[tuple[str, str], float] = defaultdict(float)
         for take in change.takes:
             if take.source != take.dest:
-                sizes[take.source, take.dest] += take.units.size * self._workload.unit_moved_bytes(
-                    self._workload.blocks[take.block]
-                )
+                block = self._workload.blocks[take.block]
+                sizes[take.source, take.dest] += take.units.size * self._workload.unit_moved_bytes(block)
         for name in change.newcomers:
             sizes[change.source, name] += self._workload.replicated_moved_bytes
         return carried_s(sizes, cluster=self._setup.among(tuple(self._processors[name] for name in change.members)))
