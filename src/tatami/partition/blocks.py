@@ -26,7 +26,7 @@ from tatami.partition.tracing.tracing import Followed, cut_names, follow_modules
 from tatami.runtime.precision import without_autocast
 from tatami.runtime.rows import TiledBlock
 from tatami.stages.stand_in import StandIn
-from tatami.workload import Block, Recomputation, RecomputedLayer, Workload
+from tatami.workload import ELEMENT_FLOP, Block, Recomputation, RecomputedLayer, Workload
 from tatami.workload.workload import OWN_COPIES
 
 _GOOD_COPIES = 1
@@ -287,10 +287,10 @@ def _pair_facts(model: nn.Module, pair: PairNames, captured: Captured | None) ->
     kept = None if captured is None else captured.kept_between(pair.first, pair.second, units=facts.units)
     if kept is None:
         return facts
-    # Counted as other blocks are: products, and one for an activation; backward is twice that, less what data does not need.
+    # Counted as other blocks are: products, and an activation; backward is twice that, less what data does not need.
     inputs = model.get_submodule(pair.first).get_parameter("weight").shape[1]
     outputs = model.get_submodule(pair.second).get_parameter("weight").shape[0]
-    forward_flop = 2 * (inputs + outputs) + 1
+    forward_flop = 2 * (inputs + outputs) + ELEMENT_FLOP
     flop = 3 * forward_flop - (0 if facts.backward_elements else 2 * inputs)
     return replace(
         facts,

@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,7 +233,7 @@ def best_pipeline(
         (_POLISHED if task.num_machines <= _MOVED else 1, _ROUNDS) if thorough else (_QUICKLY_POLISHED, _QUICK_ROUNDS)
     )
     for _, candidate in list(dict.fromkeys(timed))[:number]:
-        time_s, polished = _polished(task, candidate, fewest=fewest, rounds=rounds)
+        time_s, polished = _polished(task, candidate, fewest=fewest, most=most, rounds=rounds)
         if time_s < best_s:
             best_s, best = time_s, polished
     if best is None:
@@ -417,11 +417,11 @@ class _Filling:
         return self._kept[in_flight]
 
 
-def _polished(task: PipelineTask, candidate: _Candidate, *, fewest: int, rounds: int) -> tuple[float, _Candidate]:
+def _polished(task: PipelineTask, candidate: _Candidate, *, fewest: int, most: int, rounds: int) -> tuple[float, _Candidate]:
     """Move single cuts, exchange machines and leave out stages, as long as T becomes less."""
     (least_s,) = _times_s(task, [candidate])
     for _ in range(rounds):
-        others = list(_neighbours(task, candidate, fewest=fewest))
+        others = list(_neighbours(task, candidate, fewest=fewest, most=most))
         time_s, better = min(zip(_times_s(task, others), others, strict=True), default=(math.inf, candidate))
         if not time_s < least_s * (1 - 1e-12):
             break
@@ -429,7 +429,7 @@ def _polished(task: PipelineTask, candidate: _Candidate, *, fewest: int, rounds:
     return least_s, candidate
 
 
-def _neighbours(task: PipelineTask, candidate: _Candidate, *, fewest: int) -> Iterator[_Candidate]:
+def _neighbours(task: PipelineTask, candidate: _Candidate, *, fewest: int, most: int) -> Iterator[_Candidate]:
     machines, edges = candidate
     stages = range(len(machines))
     work = [
@@ -442,6 +442,17 @@ def _neighbours(task: PipelineTask, candidate: _Candidate, *, fewest: int) -> It
         for edge in (edges[at] + step for step in (-4, -2, -1, 1, 2, 4)):
             if edges[at - 1] < edge < edges[at + 1]:
                 yield machines, (*edges[:at], edge, *edges[at + 1 :])
+    if len(machines) <= EXACT:  # two cuts at once, which memory may ask for, and a stage more
+        for at in range(1, len(machines) - 1):
+            for step in (-1, 1):
+                moved = (edges[at] + step, edges[at + 1] + step)
+                if edges[at - 1] < moved[0] and moved[1] < edges[at + 2]:
+                    yield machines, (*edges[:at], *moved, *edges[at + 2 :])
+        for stage, machine in product(longest if len(machines) < most else (), idle):
+            first, stop = edges[stage : stage + 2]
+            for place, edge in product((stage, stage + 1), sorted({first + 1, (first + stop) // 2, stop - 1})):
+                if first < edge < stop:
+                    yield (*machines[:place], machine, *machines[place:]), (*edges[: stage + 1], edge, *edges[stage + 1 :])
     if len(machines) > fewest:
         for stage in shortest:
             order = (*machines[:stage], *machines[stage + 1 :])

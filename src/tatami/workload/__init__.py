@@ -1,6 +1,6 @@
 """What must be computed."""
 
-from tatami.workload.block import Block, Piece, Section
+from tatami.workload.block import ELEMENT_FLOP, Block, Piece, Section
 from tatami.workload.gpt import VOCABULARY, gpt_workload
 from tatami.workload.linear_pair import Counts, PairSizes, backward_counts, forward_counts, iteration_counts, linear_pair
 from tatami.workload.network import (
@@ -19,6 +19,7 @@ from tatami.workload.recomputation import Recomputation, RecomputedLayer, Repeat
 from tatami.workload.workload import WIRES, Workload, check_wire, corners
 
 __all__ = [
+    "ELEMENT_FLOP",
     "VOCABULARY",
     "WIRES",
     "Activation",

@@ -1,7 +1,7 @@
 """A GPT as plain facts, in closed form: two blocks a layer, its heads and its hidden units, and its vocabulary. Pipeline
 stages can begin at every attention and every MLP, and at the head.
 
-What is counted, and how, is what `tatami.plan` finds of such a network on a sample batch: products, and one for each element of
+What is counted, and how, is what `tatami.plan` finds of such a network on a sample batch: products, and `ELEMENT_FLOP` for each element of
 other operations.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tatami.errors import PlanError
-from tatami.workload.block import Block, Piece
+from tatami.workload.block import ELEMENT_FLOP, Block, Piece
 from tatami.workload.recomputation import Recomputation, RecomputedLayer, RepeatedLayer
 from tatami.workload.workload import Workload
 
@@ -79,13 +79,13 @@ def gpt_workload(
     if split:
         blocks.append(_vocabulary("wte", vocabulary=vocabulary, width=width, tokens=tokens, row=row))
     # Norms, what is added to what (two a layer, and the two embeddings), and the head, unless the vocabulary is split.
-    elements = (norms + 2 * layers + 1) * normed
+    elements_flop = ELEMENT_FLOP * (norms + 2 * layers + 1) * normed
     head_flop = -normed / _BACKWARD if split else 2 * vocabulary * normed
     norm_bytes = _FLOAT_BYTES * (2 * normed + 2 * tokens)
     outside_bytes = 2 * _INDEX_BYTES * tokens + (0 if split else 2 * _FLOAT_BYTES * vocabulary * tokens)
     layers_flop = sum(block.flop(units=block.units, samples=1) for block in blocks[: 2 * layers])
-    layers_flop += 4 * layers * _BACKWARD * normed  # two norms, and two sums
-    replicated_flop = round(_BACKWARD * (elements + head_flop))
+    layers_flop += 4 * layers * _BACKWARD * ELEMENT_FLOP * normed  # two norms, and two sums
+    replicated_flop = round(_BACKWARD * (elements_flop + head_flop))
     all_flop = sum(block.flop(units=block.units, samples=1) for block in blocks) + replicated_flop
     return Workload(
         samples=samples,
@@ -144,14 +144,14 @@ def _pieces(
     reading_flop = sum(max(0, block.units - normed) for block in split)
     embedding = Piece(
         name="wte",
-        flop_per_sample=_BACKWARD * normed + reading_flop,
+        flop_per_sample=_BACKWARD * ELEMENT_FLOP * normed + reading_flop,
         parameters=table + normed,
         activation_bytes_per_sample=2 * _INDEX_BYTES * tokens,
         shared=shared,
     )
     head = Piece(
         name="ln_f",
-        flop_per_sample=_BACKWARD * (normed + 2 * vocabulary * normed),
+        flop_per_sample=_BACKWARD * (ELEMENT_FLOP + 2 * vocabulary) * normed,
         late_flop_per_sample=2 * vocabulary * normed,
         parameters=2 * width + table + (0 if tied else vocabulary),
         activation_bytes_per_sample=norm_bytes
@@ -163,7 +163,7 @@ def _pieces(
     inner = [
         Piece(
             name=block.name,
-            flop_per_sample=block.flop(units=block.units, samples=1) + 2 * _BACKWARD * normed,
+            flop_per_sample=block.flop(units=block.units, samples=1) + 2 * _BACKWARD * ELEMENT_FLOP * normed,
             late_flop_per_sample=2 * normed * (2 * hidden if index % 2 else 2 * width + 2 * width // heads * kv_heads),
             parameters=block.parameters + 3 * width,
             activation_bytes_per_sample=norm_bytes + block.unit_activation_bytes * block.units,
@@ -211,7 +211,7 @@ def _mlp(name: str, *, width: int, hidden: int, tokens: int) -> Block:
         unit_parameters=2 * width + 1,
         forward_elements=tokens * width,
         backward_elements=tokens * width,
-        flop_per_unit=_BACKWARD * tokens * (4 * width + 1),
+        flop_per_unit=_BACKWARD * tokens * (4 * width + ELEMENT_FLOP),
         unit_activation_bytes=2 * _FLOAT_BYTES * tokens,  # before the activation and after it
         unit_largest=width,
         name=name,

@@ -15,7 +15,7 @@ from tatami.partition.tracing.exporting import FollowedProgram, ModuleCall
 from tatami.partition.tracing.operators import CONVOLUTIONS, TRANSPOSED, Following, aten
 from tatami.partition.tracing.saved_activations import KeepingRun
 from tatami.partition.tracing.units import UnitAxis
-from tatami.workload import Block
+from tatami.workload import ELEMENT_FLOP, Block
 
 
 def facts_of(
@@ -120,7 +120,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _flop(node: fx.Node, following: Following) -> float:
-    """Flop of one node forward; an element-wise operation counts one for each element."""
+    """Flop of one node forward; an element-wise operation counts `ELEMENT_FLOP` for each element."""
     if node in following.attentions:
         q, k, v = (node.args[at].meta["val"].shape for at in range(3))  # type: ignore[union-attr]
         queries = math.prod(_hint(size) for size in q[:-1])
@@ -135,7 +135,7 @@ def _flop(node: fx.Node, following: Following) -> float:
         return 2.0 * _numel(node) * _hint(extent(following.contracted[node]))
     target = node.target
     pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return float(_numel(node)) if pointwise or target in (aten.softmax.int, aten.batch_norm.default) else 0.0
+    return float(ELEMENT_FLOP * _numel(node)) if pointwise or target in (aten.softmax.int, aten.batch_norm.default) else 0.0
 
 
 def _words(candidate: UnitAxis, following: Following, inside: Sequence[fx.Node]) -> tuple[str, str]:

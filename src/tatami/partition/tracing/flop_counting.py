@@ -1,4 +1,4 @@
-"""How much a forward pass computes, as blocks are counted: products, and one for each element of other operations."""
+"""How much a forward pass computes, as blocks are counted: products, and `ELEMENT_FLOP` for each element of other operations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from tatami.workload.block import ELEMENT_FLOP
 
 aten = torch.ops.aten
 _ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
@@ -37,5 +39,5 @@ class ForwardFlop(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flop += 2.0 * args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
         elif torch.Tag.pointwise in func.tags or operation in _BY_ELEMENT:
             first = result[0] if isinstance(result, (tuple, list)) else result
-            self.flop += first.numel() if isinstance(first, torch.Tensor) else 0
+            self.flop += ELEMENT_FLOP * first.numel() if isinstance(first, torch.Tensor) else 0
         return result
