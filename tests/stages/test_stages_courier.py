@@ -46,7 +46,7 @@ class Network:
             if self.looks <= self._comes[2 * place + (not is_header)]:
                 return False
             tensor = (FIRST, SECOND)[place]
-            out.copy_(torch.tensor([1, 1, 2, *[0] * 7]) if is_header else tensor)
+            out.copy_(torch.tensor([1, 1, 2, *[0] * 8]) if is_header else tensor)
             return True
 
         return Request(come)

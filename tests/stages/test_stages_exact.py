@@ -238,7 +238,7 @@ def test_the_gradient_of_the_input_leaves_before_weights_have_theirs() -> None:
             sent.append(tensor)
 
         def receive(self, parcel: Parcel) -> torch.Tensor:  # noqa: ARG002
-            return other[:2](x).detach()  # type: ignore[no-any-return]
+            return other[:2](x).detach().requires_grad_()  # type: ignore[no-any-return]
 
         def flush(self) -> None:
             pass

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -598,12 +597,34 @@ def test_what_a_pass_changes_is_changed_once_for_a_batch(comm: AbstractCommunica
     assert all(torch.equal(state[name], own) for name, own in network.named_buffers() if comm.rank == 0)
 
 
-@pytest.mark.threads_only  # the other stage knows nothing of it
-def test_weights_in_front_that_are_trained_later_are_refused(comm: AbstractCommunicator) -> None:
-    x, network = floats(12, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    network[0].requires_grad_(False)
-    layout = staged(2, stages=2, cuts=(1,))
-    model = tatami.tile(network, comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, layout=layout)
-    model.requires_grad_(True)
-    with pytest.raises(ModelError, match="were frozen when the network was tiled") if comm.rank == 0 else nullcontext():
-        model(model.local(x))
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("frozen_at", [(0,), (2, 3), (0, 1, 4)])
+def test_stages_are_frozen_and_trained_again(world: World, frozen_at: tuple[int, ...], micro_batches: int) -> None:
+    """All weights of the stages in front: no gradient goes back to them in these steps, and that of the next is its own."""
+    sizes = (6, 7, 7, 5, 3)
+    layers = [layer for one, other in pairwise(sizes) for layer in (nn.Linear(one, other), nn.Tanh())]
+    x, y, network = floats(12, 6), floats(12, 3), nn.Sequential(*layers[:-1]).double()
+
+    def loop(model: Any, weights: list[nn.Parameter], parts: Callable[..., Any]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        for step in range(6):
+            for weight in weights:
+                weight.requires_grad_(step not in frozen_at)
+            optimizer.zero_grad()
+            for own_x, own_y in parts(x, y):
+                torch.autograd.backward(F.mse_loss(model(own_x), own_y))
+            optimizer.step()
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        tiled = copy.deepcopy(network)
+        for weight in list(tiled.parameters())[:-2]:
+            weight.requires_grad_(0 not in frozen_at)
+        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=micro_batches)
+        given: Any = {"layout": layout} if comm.size > 1 else {}
+        model = tatami.tile(tiled, comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, **given)
+        loop(model, list(model.parameters())[:-2], model.micro_batches)
+        return whole_state_dict(model)
+
+    found = world(body)[0]
+    loop(network, list(network.parameters())[:-2], lambda *batch: [batch])
+    assert_same(found, network.state_dict())

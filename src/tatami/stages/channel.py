@@ -31,14 +31,17 @@ class AbstractChannel(ABC):
 
     @abstractmethod
     def send(self, parcel: Parcel, tensor: torch.Tensor | None) -> None:
-        """Send without waiting for the receiver; `tensor` must not change until `flush`. None: there is no gradient."""
+        """Send without waiting for the receiver; `tensor` must not change until `flush`. None: there is no gradient.
+
+        Whether it requires a gradient is sent along: weights may be frozen and trained again at any time.
+        """
 
     def expect(self, parcel: Parcel) -> None:  # noqa: B027 -- nothing is to be done where parcels come by themselves
         """Be ready for this parcel, which may come while this rank computes; it is received later."""
 
     @abstractmethod
     def receive(self, parcel: Parcel) -> torch.Tensor | None:
-        """What was sent as this parcel."""
+        """What was sent as this parcel; it requires a gradient if the sender waits for one."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -7,7 +7,8 @@ it computes.
 Tensors of a device pass through host memory: they are complete there before they leave, and go to the device of the rank that
 waits for them.
 
-Each tensor is preceded by a short message that says its shape and dtype, or that there is none. The two have tags of their own,
+Each tensor is preceded by a short message that says its shape and dtype and whether it requires a gradient, or that there is
+none. The two have tags of their own,
 so that several tensors of one kind can be expected at the same time; they arrive in the order in which they were sent.
 """
 
@@ -83,7 +84,7 @@ class Courier:
 
     def send(self, tensor: torch.Tensor | None, dest: int, *, tag: int) -> None:
         """Send without waiting; `tensor` must not change until it has left."""
-        header = torch.zeros(_AXES + 2, dtype=torch.int64, device="cpu")
+        header = torch.zeros(_AXES + 3, dtype=torch.int64, device="cpu")
         messages = [(header, 2 * tag)]
         if tensor is not None:
             if tensor.dtype not in _DTYPES or tensor.dim() > _AXES:
@@ -93,7 +94,8 @@ class Courier:
                 )
             header[0], header[1] = 1 + _DTYPES.index(tensor.dtype), tensor.dim()
             header[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.int64, device="cpu")
-            rounded = tensor.to(self._sent_as(tensor.dtype))
+            header[-1] = tensor.requires_grad
+            rounded = tensor.detach().to(self._sent_as(tensor.dtype))
             messages.append((rounded.contiguous() if is_on_host(rounded) else to_host(rounded), 2 * tag + 1))
         with self._changed:
             self._raise()
@@ -102,7 +104,7 @@ class Courier:
 
     def expect(self, source: int, *, tag: int, onward: Sequence[int] = ()) -> Arrival:
         """The next tensor of this tag from this rank; it may come, and be sent `onward`, while this rank computes."""
-        header = torch.zeros(_AXES + 2, dtype=torch.int64, device="cpu")
+        header = torch.zeros(_AXES + 3, dtype=torch.int64, device="cpu")
         with self._changed:
             self._raise()
             request = self._comm.irecv(header, source, tag=2 * tag)
@@ -204,7 +206,7 @@ class Courier:
         came, tag = (arrival.header, 2 * arrival.tag) if arrival.payload is None else (arrival.payload, 2 * arrival.tag + 1)
         self._sending += [(self._comm.isend(came, dest, tag=tag), came) for dest in arrival.onward]
         if arrival.payload is None:
-            kind, axes, *shape = arrival.header.tolist()
+            kind, axes, *shape, _ = arrival.header.tolist()
             if kind:
                 arrival.dtype = _DTYPES[kind - 1]
                 arrival.payload = torch.empty(shape[:axes], dtype=self._sent_as(arrival.dtype), device="cpu")
@@ -212,7 +214,7 @@ class Courier:
                 return
         else:
             assert arrival.dtype is not None
-            arrival.tensor = arrival.payload.to(arrival.dtype)
+            arrival.tensor = arrival.payload.to(arrival.dtype).requires_grad_(bool(arrival.header[-1]))
         arrival.is_there = True
         self._arrivals.remove(arrival)
 

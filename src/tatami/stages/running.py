@@ -342,15 +342,11 @@ class _Pass(TorchFunctionMode):
 
     def _send(self, tensor: torch.Tensor, handovers: list[Handover]) -> StandIn:
         parcels = [self._parcel(each) for each in handovers]
+        has_gradient = self.anchor is not None and tensor.requires_grad
         for parcel in parcels:
-            self.runner.channel.send(parcel, tensor.detach())
-        if self.anchor is None or not tensor.requires_grad:
+            self.runner.channel.send(parcel, tensor if has_gradient else tensor.detach())
+        if not has_gradient:
             return stand_in_of(tensor)
-        if not all(each.requires_grad for each in handovers):
-            raise ModelError(
-                f"stage {self.runner.stage} hands over a tensor of weights that were frozen when the network was tiled; "
-                "later stages send no gradient back. Freeze weights after tatami.tile, or tile the network again"
-            )
         ends = [SentParcel(self.runner.channel, parcel) for parcel in parcels]
         self.waiting += ends
         shown = HandOver.apply(ends, tensor)  # type: ignore[no-untyped-call]
@@ -364,11 +360,11 @@ class _Pass(TorchFunctionMode):
         assert tensor is not None
         if not self.is_last:
             self.runner.channel.expect(replace(parcel, micro_batch=self.micro_batch + 1))
-        if self.anchor is None or not handover.requires_grad:
-            return tensor
+        if self.anchor is None or not tensor.requires_grad:
+            return tensor.detach()
         end = ReceivedParcel(self.runner.channel, parcel)
         self.waiting.append(end)
-        taken: torch.Tensor = TakeOver.apply(end, tensor, self.anchor)  # type: ignore[no-untyped-call]
+        taken: torch.Tensor = TakeOver.apply(end, tensor.detach(), self.anchor)  # type: ignore[no-untyped-call]
         return taken
 
     def _parcel(self, handover: Handover) -> Parcel:
