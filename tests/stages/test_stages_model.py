@@ -47,7 +47,7 @@ def shared(*sizes: int, cut: int, micro_batches: int = 1) -> StagedLayout:
     return StagedLayout(stages=tuple(stages), cuts=(cut,))
 
 
-SHARED = {"gpt": 2, "gpt-tied": 3, "perceptron": 1}  # in front of which piece they are cut
+SHARED = {"gpt": 3, "gpt-tied": 3, "perceptron": 1}  # in front of which piece they are cut
 
 
 def wide_layouts(size: int, *, cut: int | None) -> Iterator[StagedLayout]:

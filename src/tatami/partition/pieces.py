@@ -26,7 +26,7 @@ _WIDER = 1.5
 """A cut at which more crosses than so many times the least nearby is no place to cut at."""
 _NEARBY = 16
 """Fraction of the program, on both sides of a cut, in which the least is looked for: one of so many."""
-_SMALL = 1e-3
+_SMALL = 2e-4
 """A piece of less than this fraction of all work is joined with the next one."""
 
 
