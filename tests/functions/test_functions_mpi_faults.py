@@ -100,3 +100,15 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, capsys: pytest.
     assert first.startswith(f"tatami run: rank {victim} (pid ")
     assert first.endswith("was killed by signal 9 (SIGKILL); the other ranks are stopped")
     assert victim not in errors
+
+
+def test_a_program_may_end_while_a_gradient_is_awaited(tmp_path: Path) -> None:
+    """With stages a forward pass expects the gradient of what it hands over, and no backward pass follows this one."""
+    script = """
+    from torch import nn
+    network = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3))
+    model = tatami.tile(network, comm, batch_size=12, sample=torch.ones(3, 6), speeds="equal", stages=2, quiet=True)
+    model(model.local(torch.ones(12, 6)))
+    open(__file__ + str(comm.rank), "w").write("done")
+    """
+    assert said(tmp_path, script, ranks=2) == (0, {0: "done", 1: "done"})

@@ -399,6 +399,8 @@ def test_what_cannot_be_is_refused(comm: AbstractCommunicator) -> None:
         DataParallel(network(0), comm, wire=torch.int64)
     with pytest.raises(InputError, match="nothing to train"):
         DataParallel(network(0).requires_grad_(False), comm)
+    with pytest.raises(InputError, match=r"layer 0 \(Embedding\) divides gradients by how often its samples look up a row"):
+        DataParallel(nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True)), comm)
     with pytest.raises(InputError, match="bucket_bytes must be at least 1, not 0"):
         DataParallel(network(0), comm, bucket_bytes=0)
     module = network(0)

@@ -215,6 +215,20 @@ def test_a_stand_in_says_where_its_value_is() -> None:
         ReceivedParcel(channel, Parcel(value=0, micro_batch=0, source=0, target=1)).give(shown)
 
 
+def test_a_stand_in_that_changes_its_form_does_not_change_others() -> None:
+    """torch's LSTM exchanges the axes of its result in place."""
+    shown = StandIn(torch.empty(3, 5, 4, device="meta"), device=torch.device("cpu"))
+    (shown * 2).transpose_(0, 1)
+    again = shown * 2
+    assert again.shape == again.meta.shape == (3, 5, 4)
+    for kind in (nn.GRU, nn.LSTM, nn.GRU):
+        layer = kind(4, 2, batch_first=True)
+        weights = {name: stand_in_of(weight) for name, weight in layer.named_parameters()}
+        with torch.no_grad():
+            result = torch.func.functional_call(layer, weights, (shown,))[0]
+        assert result.shape == result.meta.shape == (3, 5, 2)
+
+
 def test_a_mean_over_no_sample_of_another_stage_has_a_gradient() -> None:
     shown = StandIn(torch.empty(0, 3, device="meta"), device=torch.device("cpu"), requires_grad=True)
     torch.autograd.backward(F.mse_loss(shown, torch.zeros(0, 3)))

@@ -86,7 +86,8 @@ class DataParallel(nn.Module):
 
         Raises:
             InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is not a float;
-                not one speed for each rank; a module that is in another DataParallel.
+                not one speed for each rank; a module that is in another DataParallel; an embedding with
+                `scale_grad_by_freq`.
         """
         super().__init__()
         self._shares = SpeedShares([1.0] * comm.size if speeds is None else speeds, comm, where="DataParallel")
@@ -101,6 +102,12 @@ class DataParallel(nn.Module):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not trained:
             raise InputError("no parameter of this network requires gradients; there is nothing to train")
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
+                raise InputError(
+                    f"layer {name or '(the model itself)'} ({type(layer).__name__}) divides gradients by how often its samples "
+                    "look up a row, and a rank sees only its own samples. Set scale_grad_by_freq=False"
+                )
         self._comm = comm.duplicate()
         watch_steps()
         self._num_looks = 0

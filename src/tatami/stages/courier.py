@@ -14,7 +14,9 @@ so that several tensors of one kind can be expected at the same time; they arriv
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +83,9 @@ class Courier:
         self._num_waiting = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_over = False
+        # A gradient that never came is still awaited when the program ends. After this MPI is finalized.
+        atexit.register(_end, weakref.ref(self))
 
     def send(self, tensor: torch.Tensor | None, dest: int, *, tag: int) -> None:
         """Send without waiting; `tensor` must not change until it has left."""
@@ -153,6 +158,12 @@ class Courier:
         finally:
             self._num_waiting -= 1
 
+    def end(self) -> None:
+        """Look after nothing any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
     # -- the thread -------------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
@@ -167,7 +178,7 @@ class Courier:
 
     def _carry(self) -> None:
         with self._changed:
-            while True:
+            while not self._is_over:
                 try:
                     has_moved = self._look()
                 except BaseException as error:  # shown by the thread that waits
@@ -221,3 +232,9 @@ class Courier:
     def _sent_as(self, dtype: torch.dtype) -> torch.dtype:
         is_wider = dtype.is_floating_point and self._wire is not None and dtype.itemsize > self._wire.itemsize
         return self._wire if is_wider and self._wire is not None else dtype
+
+
+def _end(courier: weakref.ref[Courier]) -> None:
+    found = courier()
+    if found is not None:
+        found.end()

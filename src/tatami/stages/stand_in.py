@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from tatami.errors import ModelError
 
@@ -59,6 +60,13 @@ class StandIn(torch.Tensor):
                 f"{func} would write a value that another stage computes into a tensor that is here. Cut the network elsewhere "
                 "(layout=), or use one stage"
             )
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], StandIn):
+            # Another form of the same tensor, as torch's LSTM asks for: both layers have it; what is known stays as it is.
+            with no_dispatch():
+                func(*args, **kwargs)
+            args[0].meta = args[0].meta.detach()
+            func(args[0].meta, *args[1:], **kwargs)
+            return args[0]
         given = args if any(isinstance(each, StandIn) for each in args) else pytree.tree_leaves((args, kwargs))
         device = next(each.device for each in given if isinstance(each, StandIn))
         key = None if func._schema.is_mutable else (func, form_of(args), form_of(tuple(kwargs.items())))
