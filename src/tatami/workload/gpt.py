@@ -1,8 +1,8 @@
 """A GPT as plain facts, in closed form: two blocks a layer, its heads and its hidden units, and its vocabulary. Pipeline
 stages can begin at every attention and every MLP, and at the head.
 
-What is counted, and how, is what `tatami.plan` finds of such a network on a sample batch: products, and `ELEMENT_FLOP` for each element of
-other operations.
+What is counted, and how, is what `tatami.plan` finds of such a network on a sample batch: products, and `ELEMENT_FLOP` for
+each element of other operations.
 """
 
 from __future__ import annotations

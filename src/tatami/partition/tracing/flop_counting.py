@@ -1,4 +1,4 @@
-"""How much a forward pass computes, as blocks are counted: products, and `ELEMENT_FLOP` for each element of other operations."""
+"""How much a forward pass computes, as blocks are counted: products, and `ELEMENT_FLOP` for each element elsewhere."""
 
 from __future__ import annotations
 
