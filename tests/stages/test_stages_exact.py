@@ -223,7 +223,7 @@ def test_a_stand_in_that_changes_its_form_does_not_change_others() -> None:
     assert again.shape == again.meta.shape == (3, 5, 4)
     for kind in (nn.GRU, nn.LSTM, nn.GRU):
         layer = kind(4, 2, batch_first=True)
-        weights = {name: stand_in_of(weight) for name, weight in layer.named_parameters()}
+        weights: dict[str, torch.Tensor] = {name: stand_in_of(weight) for name, weight in layer.named_parameters()}
         with torch.no_grad():
             result = torch.func.functional_call(layer, weights, (shown,))[0]
         assert result.shape == result.meta.shape == (3, 5, 2)

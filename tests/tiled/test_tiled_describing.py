@@ -1,6 +1,7 @@
 """What is told of a network: what is split by what, the share that is repeated, and what could not be followed."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from networks import CASES, GPT, Fused
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import tatami
 from tatami.comm.threads import run_threads
 from tatami.model.describing import Description, describe, ranges
+from tatami.partition import blocks
+from tatami.partition.tracing import block_costs, flop_counting
 from tatami.train import find_blocks, workload_of
 from tatami.workload import ELEMENT_FLOP
 
@@ -59,7 +63,7 @@ def test_what_is_repeated_is_counted_as_what_is_split() -> None:
 
 
 def test_the_products_of_a_bilinear_layer_are_counted() -> None:
-    """Those that are repeated, and those that are split: per sample 2 x 6 x 6 x 8, and 8 activations."""
+    """Those that are repeated, and those that are split: per sample 2 x 6 x 6 x 8, with the gradient of the weight, and 8 activations."""
 
     class Net(nn.Module):
         def __init__(self, last: nn.Module) -> None:
@@ -75,7 +79,7 @@ def test_the_products_of_a_bilinear_layer_are_counted() -> None:
     assert split.repeated_fraction == pytest.approx(0.0, abs=1e-3)
     model, sample = Net(nn.Identity()), torch.randn(4, 6)
     work = workload_of(model, find_blocks(model, sample=sample), samples=1)
-    assert work.replicated_flop_per_sample == 3 * (2 * 6 * 6 * 8 + 8 * ELEMENT_FLOP)
+    assert work.replicated_flop_per_sample == 2 * (2 * 6 * 6 * 8) + 3 * 8 * ELEMENT_FLOP
 
 
 @pytest.mark.parametrize("one", [True, False])
@@ -99,7 +103,7 @@ def test_what_keeps_a_projection_for_all_whole_is_named(hidden: int, shared: boo
 
 def test_units_of_a_projection_for_all_are_heads() -> None:
     text = described(Fused(hidden=9), torch.randn(4, 5, 12)).text(width=120)
-    assert "1 x attention with perceptron of 3 heads   47 % of the flop  fused, outs.0" in text
+    assert "1 x attention with perceptron of 3 heads   52 % of the flop  fused, outs.0" in text
 
 
 def test_frozen_layers_are_counted_and_every_layer_with_much_work_has_a_reason() -> None:
@@ -123,8 +127,9 @@ def test_frozen_layers_are_counted_and_every_layer_with_much_work_has_a_reason()
     parts = {name: part for part in found.repeated for name in part.names if part.reason}
     assert parts["gpt_layer.mlp.c_fc.a"].reason == "what sums over its 2 outputs is split along an axis with more weights"
     assert parts["cell"].reason == "every step of a recurrent layer needs its whole state"
-    # Of each of 6 letters the products with the weights of the input and of the state: forward, and as much for each gradient.
-    assert parts["cell"].flop_fraction == pytest.approx(3 * 2 * 6 * 96 * (12 + 24) / whole_flop(model), rel=0.01)
+    # Of each of 6 letters the products with the weights of the input and of the state, and a copy: forward alone, as all is frozen.
+    cell = 2 * 6 * 96 * (12 + 24) + ELEMENT_FLOP * 6 * 12
+    assert parts["cell"].flop_fraction == pytest.approx(cell / whole_flop(model), rel=0.01)
     assert (parts["cell"].parameters, parts["cell"].frozen) == (0, 96 * (12 + 24 + 2))
     assert parts["unused"].reason.startswith("it is not called")
     frozen = sum(part.frozen for part in found.repeated)
@@ -264,3 +269,27 @@ def test_the_workload_lists_every_sum_of_batch_statistics(sample: torch.Tensor |
     assert work.batch_statistics == (17, 11)
     model.eval()  # the whole network: it will train later
     assert workload_of(model, find_blocks(model, sample=sample), samples=8).batch_statistics == (17, 11, 11)
+
+
+FROZEN: dict[str, Callable[[str, float], bool]] = {
+    "nothing": lambda _name, _place: False,
+    "the first half": lambda _name, place: place < 0.5,
+    "all but the last": lambda _name, place: place < 0.8,
+    "biases": lambda name, _place: "bias" in name,
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("name", ["gpt-untied-by-hand", "geglu", "resnet", "mixer"])
+def test_products_are_counted_as_torch_counts_them(name: str, frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward: frozen weights have no gradient, and what is in front of all trained weights needs none."""
+    for module in (blocks, block_costs, flop_counting):
+        monkeypatch.setattr(module, "ELEMENT_FLOP", 0)
+    model, (sample,) = CASES[name].build().double(), CASES[name].draw(4, torch.Generator().manual_seed(0))
+    weights = [(key, each) for key, each in model.named_parameters() if each.requires_grad]
+    for place, (key, each) in enumerate(weights):
+        each.requires_grad_(not FROZEN[frozen](key, place / len(weights)))
+    work = workload_of(model, find_blocks(model, sample=sample), samples=4)
+    with FlopCounterMode(display=False) as counted:
+        torch.autograd.backward(model(sample).sum())
+    assert work.flop(width=1.0, height=1.0) == pytest.approx(counted.get_total_flops(), rel=1e-6)

@@ -287,11 +287,14 @@ def _pair_facts(model: nn.Module, pair: PairNames, captured: Captured | None) ->
     kept = None if captured is None else captured.kept_between(pair.first, pair.second, units=facts.units)
     if kept is None:
         return facts
-    # Counted as other blocks are: products, and an activation; backward is twice that, less what data does not need.
-    inputs = model.get_submodule(pair.first).get_parameter("weight").shape[1]
-    outputs = model.get_submodule(pair.second).get_parameter("weight").shape[0]
+    # Counted as other blocks are: products, and an activation, and for each what its gradients take.
+    first, second = (model.get_submodule(name).get_parameter("weight") for name in (pair.first, pair.second))
+    inputs, outputs = first.shape[1], second.shape[0]
     forward_flop = 2 * (inputs + outputs) + ELEMENT_FLOP
-    flop = 3 * forward_flop - (0 if facts.backward_elements else 2 * inputs)
+    below = bool(facts.backward_elements)
+    hidden = below or first.requires_grad
+    flop = forward_flop + 2 * inputs * (first.requires_grad + below) + 2 * hidden * ELEMENT_FLOP
+    flop += 2 * outputs * (second.requires_grad + hidden)
     return replace(
         facts,
         flop_per_unit=rows * flop,
@@ -406,7 +409,7 @@ def _recomputation(found: Blocks, blocks: Sequence[Block]) -> Recomputation | No
             RecomputedLayer(beside_bytes=max(0.0, kept[name].own_bytes - sum(units_bytes[index] for index in own)), blocks=own)
             for name, own in inside.items()
         ),
-        flop_fraction=sum(captured.flop.get(name, 0.0) for name in names) / max(1.0, 3 * captured.forward_flop),
+        flop_fraction=sum(captured.flop.get(name, 0.0) for name in names) / max(1.0, 3 * captured.pass_flop),
     )
 
 
@@ -467,9 +470,5 @@ def _replicated_flop(found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
     if captured is None:
         # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.
         return sum(6 * parameter.numel() for parameter in replicated if parameter.dim() > 1)
-    split = sum(
-        block.facts.forward_fraction * block.facts.flop(units=block.facts.units, samples=1.0)
-        for block in found.blocks
-        if block.begins
-    )
-    return round(3 * max(0.0, captured.forward_flop - split))
+    split = sum(block.facts.flop(units=block.facts.units, samples=1.0) for block in found.blocks if block.begins)
+    return round(max(0.0, 3 * captured.pass_flop - split))

@@ -12,7 +12,7 @@ from torch import nn
 
 from tatami.errors import ModelError
 from tatami.partition.blocks import FOLLOWING, Blocks, copies_untrained
-from tatami.partition.tracing.flop_counting import ForwardFlop
+from tatami.partition.tracing.flop_counting import PassFlop
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.saved_activations import Keeping, forward_alone
@@ -135,7 +135,7 @@ def record_network(model: nn.Module, sample: Sample) -> RecordedNetwork:
 
 def _recorded(model: nn.Module, sample: Sample, *, training: bool = True) -> ForwardProgram:
     def run(keeping: Keeping) -> ForwardProgram:
-        flop = ForwardFlop()
+        flop = PassFlop()
         with FOLLOWING, unchanged(model), without_autocast(), torch.enable_grad(), keeping.watched(), flop:
             model.train(training)
             return record(model, sample.args, sample.kwargs, meter=lambda: (flop.flop, float(keeping.size_bytes)))

@@ -272,7 +272,7 @@ def _split_vocabulary(model: nn.Module, vocabulary: Vocabulary, captured: Captur
             # The embedding, and of every row of logits the logarithms of the parts' sums and the logit of the target.
             forward_elements=block.forward_elements + 3 * predicted,
             backward_elements=entered.numel() // captured.samples,
-            flop_per_unit=block.flop_per_unit + _BACKWARD * 2 * predicted * head.in_features,
+            flop_per_unit=block.flop_per_unit + (2 + head.weight.requires_grad) * 2 * predicted * head.in_features,
             forward_sums=2,
             unit_activation_bytes=2.0 * _FLOAT_BYTES * predicted,
             # The places of the tokens and of the targets, and the logarithm of every sum.

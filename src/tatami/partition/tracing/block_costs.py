@@ -55,7 +55,13 @@ def _facts(
     kept: dict[fx.Node, int],
 ) -> Block:
     inside = [node for node in program.graph.graph.nodes if _has(following, node, candidate) or node in candidate.exits]
-    forward_flop = sum(_flop(node, following) for node in inside if node.op == "call_function")
+    needed = _requiring_gradients(program, parameters, requires_grad=requires_grad)
+    forward_flop = backward_flop = 0.0
+    for node in inside:
+        if node.op == "call_function":
+            flop = _flop(node, following)
+            forward_flop += flop
+            backward_flop += flop * _gradients(node, needed, following)
     entered = {
         operand
         for node in inside
@@ -69,15 +75,13 @@ def _facts(
     backward = sum(_numel(node) for node in entered if _is_float(node)) if requires_grad else 0
     activations = sum(size for node, size in kept.items() if _has(following, node, candidate))
     kind, unit = _words(candidate, following, inside)
-    # Backward is two products of the same size for each of forward; one where the weights are frozen or the input is data.
-    backward_products = (1 if owned else 0) + (1 if requires_grad else 0.5)
     return Block(
         units=candidate.units,
         unit_parameters=owned // candidate.units,
         forward_elements=forward // samples,
         backward_elements=backward // samples,
-        flop_per_unit=forward_flop * (1 + backward_products) / samples / candidate.units,
-        forward_fraction=1 / (1 + backward_products),
+        flop_per_unit=(forward_flop + backward_flop) / samples / candidate.units,
+        forward_fraction=forward_flop / max(1.0, forward_flop + backward_flop),
         forward_sums=len(candidate.exits),
         backward_sums=sum(_is_float(node) for node in entered) if requires_grad else 0,
         unit_activation_bytes=activations / samples / candidate.units,
@@ -90,6 +94,30 @@ def _has(following: Following, node: fx.Node, candidate: UnitAxis) -> bool:
     axes = following.axes.get(node, ()) if node not in candidate.whole else ()
     tensors = axes if isinstance(axes, tuple) else (axes,)
     return any(candidate.atom in deep_leaves(axis) for tensor in tensors for axis in tensor or ())
+
+
+def _requiring_gradients(
+    program: FollowedProgram, parameters: dict[str, nn.Parameter], *, requires_grad: bool
+) -> frozenset[fx.Node]:
+    trained = {name for name, each in parameters.items() if each.requires_grad}
+    found = set[fx.Node]()
+    places = [node for node in program.graph.graph.nodes if node.op == "placeholder"]
+    for place, node in enumerate(places):
+        if program.tensors[place] in trained if place < len(program.tensors) else requires_grad and _is_float(node):
+            found.add(node)
+    for node in program.graph.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
+def _gradients(node: fx.Node, needed: frozenset[fx.Node], following: Following) -> int:
+    """For how many operands the backward pass computes something as large as the operation."""
+    if node.target in CONVOLUTIONS or node in following.contracted:
+        values = [(each, each.meta["val"]) for each in node.args if isinstance(each, fx.Node)]
+        operands = [each for each, value in values if isinstance(value, torch.Tensor) and value.dim() > 1]
+        return sum(each in needed for each in operands[-2:])
+    return 2 * (not needed.isdisjoint(node.all_input_nodes))
 
 
 def _depends_on_inputs(node: fx.Node, program: FollowedProgram) -> bool:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
 from tatami.partition.tracing.exporting import ModuleCall
-from tatami.partition.tracing.flop_counting import ForwardFlop
+from tatami.partition.tracing.flop_counting import PassFlop
 from tatami.partition.tracing.layers import KeptByLayer, layer_bytes, repeated_layers
 from tatami.partition.tracing.mixing import EITHER, LeftBehind, attribute, kept_of_samples, mixture_of
 from tatami.partition.tracing.restore_state import unchanged
@@ -49,7 +49,7 @@ class Captured:
         normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
         normalized: every call that took statistics of the batch, in their order: the module, and its number of channels.
         mixed, reductions, reads: whether the samples of a batch can be computed apart; see `Mixture`.
-        forward_flop: of one sample, in the whole network.
+        pass_flop: of one sample, in the whole network, as `PassFlop` counts them.
         flop: the same of each module.
         samples: of the batch that the calls were made with.
         drawing: the functions that drew random numbers.
@@ -75,7 +75,7 @@ class Captured:
     reductions: frozenset[str] = EITHER
     reads: str = ""
     draws_outside: str | None = None
-    forward_flop: float
+    pass_flop: float
     flop: Mapping[str, float] = field(default_factory=dict)
     samples: int = 1
     drawing: frozenset[Any] = frozenset()
@@ -180,7 +180,7 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         mixed=mixture.reason,
         reductions=mixture.reductions,
         reads=mixture.reads,
-        forward_flop=watch.counted.flop / most.samples,
+        pass_flop=watch.counted.flop / most.samples,
         flop={name: flop / most.samples for name, flop in watch.flop.items()},
         samples=most.samples,
         readers={name: frozenset(watch.readers.get(id(p), ())) for name, p in model.named_parameters(remove_duplicate=False)},
@@ -286,7 +286,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor], keeping: Keeping) -> None:
         super().__init__()
-        self.counted = ForwardFlop()
+        self.counted = PassFlop()
         self.flop: dict[str, float] = {}
         self._begun: list[float] = []
         self.readers: dict[int, set[str]] = {}
