@@ -41,6 +41,7 @@ from tatami.stages.stand_in import StandIn
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.regroup import common_state, load_common_state, relay, tell_newcomers
 from tatami.state.repairing import FitState, Stateful
+from tatami.state.training_state import refuse_rows
 from tatami.train.own_times import OwnTimes
 
 LEAST_SPEED = 0.01
@@ -63,6 +64,7 @@ def steps(
 
     Raises:
         ModelError: the optimizer does not work element by element.
+        InputError: `carry` has an optimizer of the model's weights.
     """
     if count < 0:
         raise InputError(f"count must be at least 0, not {count}")
@@ -88,6 +90,7 @@ class Steps:
         put_back: Callable[[], None] = lambda: None,
     ) -> None:
         check_optimizer(optimizer)
+        refuse_rows(model, {f"carry={{{name!r}: ...}}": thing for name, thing in carry.items()})
         self.model = model
         self.optimizer = optimizer
         self.session = session
