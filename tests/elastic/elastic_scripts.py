@@ -15,9 +15,9 @@ import tatami
 from tatami.clock import SystemClock
 from tatami.elastic.session import current_session
 from tatami.elastic.settings import Moment
-from tatami.elastic.steps import steps
+from tatami.elastic.steps import Steps, steps
 from tatami.tiling import Layout, Replica, StagedLayout
-from tatami.train import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
+from tatami.train import Callback, LRSchedulerConfig, TiledModel, WeightAverage, whole_state_dict
 
 STEPS = 6
 SAMPLES = 12
@@ -70,6 +70,14 @@ def take(step: Any, model: TiledModel) -> None:
     step.update(loss)
 
 
+def with_averages(loop: Steps, average: WeightAverage) -> dict[str, torch.Tensor]:
+    """The whole weights, and their averages."""
+    whole: dict[str, torch.Tensor] = loop.whole(lambda: whole_state_dict(loop.model))
+    with average.applied():
+        averaged = loop.whole(lambda: whole_state_dict(loop.model))
+    return whole | {f"average of {name}": value for name, value in averaged.items()}
+
+
 def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run by every rank of an elastic run, and by a single process that has none."""
     comm = tatami.init()
@@ -79,7 +87,7 @@ def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, 
     model: TiledModel = tatami.tile(
         made, comm, batch_size=SAMPLES, sample=sample, layout=layout, speeds="equal", reduction="mean", quiet=True
     )
-    optimizer = optimizer_of(model, kind)
+    optimizer, average = optimizer_of(model, kind), WeightAverage(model.parameters(), decay=0.5)
     losses: dict[int, float] = {}
     loop = steps(model, optimizer, count=count)
     for step in loop:
@@ -88,7 +96,8 @@ def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, 
         if step.is_done:
             assert step.loss is not None
             losses[step.number] = step.loss
-    return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+            average.step()
+    return list(losses.values()), with_averages(loop, average)
 
 
 def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -106,7 +115,7 @@ def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tupl
         layout = Layout(replicas=tuple(each))
     options: Any = {"layout": layout} if replicas else {"stages": 2, "sample": batch(0)[0][:2]}
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True, **options)
-    optimizer = optimizer_of(model, kind)
+    optimizer, average = optimizer_of(model, kind), WeightAverage(model.parameters(), decay=0.5)
     losses: dict[int, float] = {}
     loop = steps(model, optimizer, count=2 * STEPS)
     for step in loop:
@@ -117,9 +126,10 @@ def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tupl
         if step.is_done:
             assert step.loss is not None
             losses[step.number] = step.loss
+            average.step()
             if model.comm.rank == 0:
                 print(f"step {step.number}", flush=True)
-    return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+    return list(losses.values()), with_averages(loop, average)
 
 
 STAGED = StagedLayout(
