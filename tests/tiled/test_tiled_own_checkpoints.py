@@ -100,7 +100,8 @@ class Loop:
         return self.losses[1:], self.whole() | {f"average of {name}": each for name, each in self.averages().items()}
 
     def whole(self) -> dict[str, torch.Tensor]:
-        return self.model.comm.bcast_object(whole_state_dict(self.model))
+        whole: dict[str, torch.Tensor] = self.model.comm.bcast_object(whole_state_dict(self.model))
+        return whole
 
     def averages(self) -> dict[str, torch.Tensor]:
         with self.average.applied():

@@ -21,6 +21,7 @@ from tatami.runtime.weight_average import WeightAverage, averages_of
 from tatami.same_steps import optimizers_of
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.restaging import Relocation
+from tatami.state.training_state import draws_state, restore_draws
 from tatami.state.transfer import NetworkTensors
 
 _TAG = 15
@@ -119,8 +120,7 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> dict[st
     """What all ranks have in common beside tensors and their states: for newcomers, who then `load_common_state`."""
     return {
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        "generator": model.generator.get_state(),
-        "draws": None if model.draws is None else model.draws.state_dict(),
+        **draws_state(model),
         "training": model.training,
     }
 
@@ -129,7 +129,5 @@ def load_common_state(model: TiledModel, optimizer: torch.optim.Optimizer, state
     """On a newcomer."""
     for group, told in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(told)
-    model.generator.set_state(state["generator"])
-    if model.draws is not None:
-        model.draws.load_state_dict(state["draws"])
+    restore_draws(model, state)
     model.train(state["training"])
