@@ -53,8 +53,14 @@ def watch_steps() -> None:
             _is_watching = True
 
 
+def know(optimizer: torch.optim.Optimizer) -> None:
+    """Have `optimizers_of` find an optimizer before it has made a step."""
+    with _lock:
+        _num_steps.setdefault(optimizer, 0)
+
+
 def optimizers_of(parameters: Iterable[nn.Parameter]) -> dict[torch.optim.Optimizer, int]:
-    """The optimizers that have stepped any of these parameters, in the order of their first steps, and how often."""
+    """The optimizers of any of these parameters that `know` was given or that have stepped, in this order, and how often."""
     mine = {id(parameter) for parameter in parameters}
     with _lock:
         known = list(_num_steps.items())

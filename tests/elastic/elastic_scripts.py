@@ -15,9 +15,9 @@ import tatami
 from tatami.clock import SystemClock
 from tatami.elastic.session import current_session
 from tatami.elastic.settings import Moment
-from tatami.elastic.steps import steps
+from tatami.elastic.steps import Steps, steps
 from tatami.tiling import Layout, Replica, StagedLayout
-from tatami.train import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
+from tatami.train import Callback, LRSchedulerConfig, TiledModel, WeightAverage, whole_state_dict
 
 STEPS = 6
 SAMPLES = 12
@@ -70,6 +70,19 @@ def take(step: Any, model: TiledModel) -> None:
     step.update(loss)
 
 
+def take_in(step: Any, average: WeightAverage) -> None:
+    if step.is_done:
+        average.step()
+
+
+def with_averages(loop: Steps, average: WeightAverage) -> dict[str, torch.Tensor]:
+    """The whole weights, and their averages."""
+    whole: dict[str, torch.Tensor] = loop.whole(lambda: whole_state_dict(loop.model))
+    with average.applied():
+        averaged = loop.whole(lambda: whole_state_dict(loop.model))
+    return whole | {f"average of {name}": value for name, value in averaged.items()}
+
+
 def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run by every rank of an elastic run, and by a single process that has none."""
     comm = tatami.init()
@@ -79,7 +92,7 @@ def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, 
     model: TiledModel = tatami.tile(
         made, comm, batch_size=SAMPLES, sample=sample, layout=layout, speeds="equal", reduction="mean", quiet=True
     )
-    optimizer = optimizer_of(model, kind)
+    optimizer, average = optimizer_of(model, kind), WeightAverage(model.parameters(), decay=0.5)
     losses: dict[int, float] = {}
     loop = steps(model, optimizer, count=count)
     for step in loop:
@@ -88,7 +101,8 @@ def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, 
         if step.is_done:
             assert step.loss is not None
             losses[step.number] = step.loss
-    return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+            average.step()
+    return list(losses.values()), with_averages(loop, average)
 
 
 def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -106,7 +120,7 @@ def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tupl
         layout = Layout(replicas=tuple(each))
     options: Any = {"layout": layout} if replicas else {"stages": 2, "sample": batch(0)[0][:2]}
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True, **options)
-    optimizer = optimizer_of(model, kind)
+    optimizer, average = optimizer_of(model, kind), WeightAverage(model.parameters(), decay=0.5)
     losses: dict[int, float] = {}
     loop = steps(model, optimizer, count=2 * STEPS)
     for step in loop:
@@ -117,9 +131,10 @@ def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tupl
         if step.is_done:
             assert step.loss is not None
             losses[step.number] = step.loss
+            average.step()
             if model.comm.rank == 0:
                 print(f"step {step.number}", flush=True)
-    return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+    return list(losses.values()), with_averages(loop, average)
 
 
 STAGED = StagedLayout(
@@ -251,13 +266,14 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
     comm = tatami.init()
     torch.manual_seed(11)
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
-    optimizer = optimizer_of(model, "sgd")
+    optimizer, average = optimizer_of(model, "sgd"), WeightAverage(model.parameters(), decay=0.5)
     loop = steps(model, optimizer, count=100_000)
     seen: list[int] = []
     for step in loop:
         with step:
             time.sleep(0.02)  # the work of a larger network
             take(step, model)
+        take_in(step, average)
         size = model.comm.size
         if size not in seen[-1:]:
             seen.append(size)
@@ -267,7 +283,7 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
                 os.kill(os.getpid(), signal.SIGTERM)  # the notice of a spot instance
         if size == 1:
             break
-    return loop.number, loop.whole(lambda: whole_state_dict(model))
+    return loop.number, with_averages(loop, average)
 
 
 class Ticking:
@@ -286,8 +302,8 @@ class Ticking:
         self._now_s += duration_s
 
 
-def ticking() -> tuple[str, Ticking, TiledModel, torch.optim.Optimizer]:
-    """A rank whose clock the script moves: its name, the clock, the model of three ranks, and its optimizer."""
+def ticking() -> tuple[str, Ticking, TiledModel, torch.optim.Optimizer, WeightAverage]:
+    """A rank whose clock the script moves: its name, the clock, the model of three ranks, its optimizer, and an average."""
     comm: Any = tatami.init()
     torch.manual_seed(11)
     own = comm.names[comm.rank]
@@ -295,26 +311,27 @@ def ticking() -> tuple[str, Ticking, TiledModel, torch.optim.Optimizer]:
     model = tatami.tile(
         network(), comm, batch_size=SAMPLES, layout=LAYOUTS[3], speeds="equal", reduction="mean", quiet=True, clock=clock
     )
-    return own, clock, model, optimizer_of(model, "sgd")
+    return own, clock, model, optimizer_of(model, "sgd"), WeightAverage(model.parameters(), decay=0.5)
 
 
 def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
     """Three ranks, of which the second has a third of its speed from step 40 on, and the third next to none from step 90 on."""
-    own, clock, model, optimizer = ticking()
+    own, clock, model, optimizer, average = ticking()
     loop = steps(model, optimizer, count=2000)
     for step in loop:
         slower = {"p1": 3.0 if step.number >= 40 else 1.0, "p2": 1000.0 if step.number >= 90 else 1.0}
         clock.tick_s = slower.get(own, 1.0) * model.local_work / (SAMPLES * model.workload.units)
         with step:
             take(step, model)
+        take_in(step, average)
         if model.comm.size == 2:
             break
-    return loop.number, loop.whole(lambda: whole_state_dict(model))
+    return loop.number, with_averages(loop, average)
 
 
 def train_while_one_is_slow_for_a_while() -> tuple[int, dict[str, torch.Tensor]]:
     """Three ranks, of which the third has a twentieth of its speed from step 40 on, until it has had no tile for 200 steps."""
-    own, clock, model, optimizer = ticking()
+    own, clock, model, optimizer, average = ticking()
     loop = steps(model, optimizer, count=4000)
     without = 0
     for step in loop:
@@ -323,11 +340,12 @@ def train_while_one_is_slow_for_a_while() -> tuple[int, dict[str, torch.Tensor]]
         clock.tick_s = slower * share
         with step:
             take(step, model)
+        take_in(step, average)
         has_tile = "p2" in model.layout.processors
         if has_tile and without:
             break
         without += not has_tile
-    return loop.number, loop.whole(lambda: whole_state_dict(model))
+    return loop.number, with_averages(loop, average)
 
 
 TURNS_JOINERS_AWAY = """

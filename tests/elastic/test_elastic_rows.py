@@ -2,12 +2,14 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import tatami
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.comm.elastic import ElasticCommunicator
@@ -17,7 +19,7 @@ from tatami.retiling import Retiler
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.regroup import relay
 from tatami.tiling import Layout, Replica, StagedLayout
-from tatami.train import ModelCheckpoint, Retiling, Trainer, tile, whole_state_dict
+from tatami.train import ModelCheckpoint, Retiling, Trainer, WeightAverage, tile, whole_state_dict
 
 
 def layout(*replicas: tuple[str, ...]) -> Layout:
@@ -95,13 +97,14 @@ def test_weights_and_their_states_outlive_those_that_held_them(journey: Journey)
     torch.manual_seed(0)
     start = Tied().double()
     plain = copy.deepcopy(start)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain_optimizer, plain_average = torch.optim.AdamW(plain.parameters(), lr=0.1), WeightAverage(plain.parameters(), decay=0.5)
     for _ in range(2 * len(journey)):
         step(plain, plain_optimizer, x)
+        plain_average.step()
     names = journey[0][0]
     together = threading.Barrier(len(names))
 
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+    def body(comm: AbstractCommunicator) -> tuple[dict[str, torch.Tensor], ...]:
         name = names[comm.rank]
         elastic = ElasticCommunicator(comm, names=tuple(names))
         model = tile(
@@ -109,7 +112,8 @@ def test_weights_and_their_states_outlive_those_that_held_them(journey: Journey)
             reduction="sum", quiet=True,
         )  # fmt: skip
         parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        optimizer, average = torch.optim.AdamW(parameters, lr=0.1), WeightAverage(parameters, decay=0.5)
+        is_behind = False  # with its average, as a rank is that learns only in a repair that an update was made
         mirror, members, inner, held = MirrorTensors(), tuple(names), comm, Held(layout=journey[0][1])
         for number, (alive, after) in enumerate(journey):
             survivors = inner if number == 0 else inner.split(0 if name in alive else None, key=inner.rank)
@@ -117,7 +121,7 @@ def test_weights_and_their_states_outlive_those_that_held_them(journey: Journey)
             if survivors is None:
                 for _ in journey[number + 1 :]:
                     together.wait(60)
-                return {}
+                return ()
             members, inner = tuple(alive), survivors
             if number:
                 elastic.regroup(survivors, names=members)
@@ -131,9 +135,12 @@ def test_weights_and_their_states_outlive_those_that_held_them(journey: Journey)
             )  # fmt: skip
             by_name = model.cluster.by_name
             cluster = Cluster(processors=tuple(by_name[each] for each in members))
-            relay(model, change, name=name, cluster=cluster, optimizer=optimizer, mirror=mirror)()
+            with nullcontext() if is_behind else average.applied():
+                relay(model, change, name=name, cluster=cluster, optimizer=optimizer, mirror=mirror)()
+            if is_behind:
+                average.step()
             held = now
-            for _ in range(2):
+            for update in range(2):
                 optimizer.zero_grad()
                 for part in model.micro_batches(x):
                     model(part).square().sum().backward()
@@ -142,15 +149,23 @@ def test_weights_and_their_states_outlive_those_that_held_them(journey: Journey)
                 if keeper is not None and owner is not None:
                     mirror.exchange(elastic, keeper=members.index(keeper), owner=members.index(owner))
                 optimizer.step()
+                is_behind = update == 1 and name == members[-1] and number + 1 < len(journey)
+                if not is_behind:
+                    average.step()
         assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-        return whole_state_dict(model)
+        whole = whole_state_dict(model)
+        with average.applied():
+            return whole, whole_state_dict(model)
 
     def renamed(given: Layout | StagedLayout) -> Layout | StagedLayout:
         return given.renamed({name: f"p{rank}" for rank, name in enumerate(names)})
 
-    (whole,) = [state for state in run_threads(body, size=len(names)) if state]
+    ((whole, averaged),) = [states for states in run_threads(body, size=len(names)) if any(states)]
     for key, tensor in plain.state_dict().items():
         torch.testing.assert_close(whole[key], tensor, rtol=1e-10, atol=1e-10, msg=f"{key} differs")
+    with plain_average.applied():
+        for key, tensor in plain.state_dict().items():
+            torch.testing.assert_close(averaged[key], tensor, rtol=1e-10, atol=1e-10, msg=f"the average of {key} differs")
 
 
 def test_what_does_not_follow_changes_of_the_ranks_is_refused() -> None:
@@ -160,6 +175,9 @@ def test_what_does_not_follow_changes_of_the_ranks_is_refused() -> None:
         )
         with pytest.raises(InputError, match="Retiling cannot be used in an elastic run"):
             Retiling(model, torch.optim.SGD(model.parameters(), lr=0.1), retiler=Retiler())
+        average = WeightAverage(model.parameters())
+        with pytest.raises(InputError, match=r"carry=\{'average': ...\} is of this rank's part of the tiled model's weights"):
+            tatami.steps(model, average, count=1, carry={"average": average})
         sgd, x = partial(torch.optim.SGD, lr=0.1), torch.ones(4, 4, dtype=torch.float64)
         with pytest.raises(InputError, match=r"Trainer\(retile=...\) cannot be used in an elastic run"):
             Trainer(model, optimizer=sgd, loss=nn.MSELoss(), retile=Retiler())

@@ -25,7 +25,7 @@ from tatami.parallel import ResumableLoader, SynchronizedSampler
 from tatami.records import Records
 from tatami.state.training_state import share_out
 from tatami.tiling import Layout
-from tatami.train import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, tile, whole_state_dict
+from tatami.train import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, WeightAverage, tile, whole_state_dict
 from tatami.train.checkpointing import TrainingCheckpoints
 from tiled_rig import assert_close, simple_layout, some_layouts, tiled
 
@@ -110,6 +110,16 @@ def run(
     return history, comm.bcast_object(whole_state_dict(trainer.model)), trainer, noted.values
 
 
+class Averaging(Callback):
+    """Keeps a moving average, which needs the tiled model."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.average = WeightAverage(trainer.model.parameters(), decay=0.7)
+
+    def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+        self.average.step()
+
+
 class LostPowerError(Exception):
     """The run ends in the middle."""
 
@@ -186,9 +196,13 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
         given = {"speeds": "equal", **shards}
         model = tile(built, comm, batch_size=4, sample=text[:2], layout=chosen, quiet=True, **given)
         checkpoint = ModelCheckpoint(dirpath=place) if place is not None else None
-        trainer = Trainer(model, optimizer=ADAM, loss=cross_entropy, reduction="mean", checkpoint=checkpoint, seed=1)
+        averaging, given = Averaging(), {"reduction": "mean", "checkpoint": checkpoint, "seed": 1}
+        trainer = Trainer(model, optimizer=ADAM, loss=cross_entropy, callbacks=[averaging], **given)
         history = trainer.fit((text, text.roll(-1, 1)), batch_size=4, epochs=2, **options)
-        return history.losses, comm.bcast_object(whole_state_dict(model))
+        weights = comm.bcast_object(whole_state_dict(model))
+        with averaging.average.applied():
+            averages = comm.bcast_object(whole_state_dict(model))
+        return history.losses, weights | {f"average of {name}": value for name, value in averages.items()}
 
     first, second = sizes
     expected, weights = run_threads(partial(body, layout=0, place=None), size=1)[0]

@@ -17,7 +17,7 @@ from tatami.checkpoints.state_codec import decode, encode
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, InputError
 from tatami.tiling import Layout, StagedLayout
-from tatami.train import TiledModel, whole_state_dict
+from tatami.train import ModelCheckpoint, TiledModel, Trainer, WeightAverage, whole_state_dict
 from tiled_rig import assert_close, simple_layout, some_layouts, staged, tiled
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.threads_only]
@@ -45,7 +45,7 @@ NETWORK, WITHOUT_NORM = network(normed=True), network(normed=False)
 
 
 class Loop:
-    """A program of a user's: AdamW, a schedule, shuffled epochs, and dropout."""
+    """A program of a user's: AdamW, a moving average, a schedule, shuffled epochs, and dropout."""
 
     def __init__(
         self, comm: AbstractCommunicator, layout: Layout | StagedLayout, plain: nn.Module, *, sharded: bool = False
@@ -60,6 +60,7 @@ class Loop:
             self.model = tiled(plain, comm, layout=layout, batch_size=BATCH, sharded_optimizer=sharded)
         self.model.generator.manual_seed(5)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, eps=1e-6)
+        self.average = WeightAverage(self.model.parameters(), decay=0.7)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.05, total_steps=20)
         self.shuffling = torch.Generator().manual_seed(4)
         self.epoch, self.batch, self.step, self.losses = 0, 0, 0, [0.0]
@@ -88,6 +89,7 @@ class Loop:
             loss = nn.functional.mse_loss(self.model(x), y)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
+            self.average.step()
             self.schedule.step()
             self.losses.append(self.model.global_loss(loss))
             self.step, self.batch = self.step + 1, self.batch + 1
@@ -95,7 +97,15 @@ class Loop:
                 self.epoch, self.batch, self.order = self.epoch + 1, 0, torch.randperm(SAMPLES, generator=self.shuffling)
 
     def result(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        return self.losses[1:], self.model.comm.bcast_object(whole_state_dict(self.model))
+        return self.losses[1:], self.whole() | {f"average of {name}": each for name, each in self.averages().items()}
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        whole: dict[str, torch.Tensor] = self.model.comm.bcast_object(whole_state_dict(self.model))
+        return whole
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        with self.average.applied():
+            return self.whole()
 
 
 @pytest.mark.parametrize("saved", SAVED)
@@ -107,9 +117,16 @@ def test_a_run_of_four_ranks_goes_on_on_any_ranks_and_layout(size: int, saved: s
 
     def straight(comm: AbstractCommunicator) -> Any:
         loop = Loop(comm, SAVED[saved], plain, sharded="sharded" in saved)
-        loop.train(until=SAVED_AT)
-        loop.save(tmp_path)
-        loop.train(until=9)
+        averaged: dict[str, torch.Tensor] = {}
+        for step in range(1, 10):
+            loop.train(until=step)
+            if step == SAVED_AT:
+                loop.save(tmp_path)
+            for name, value in loop.whole().items():
+                if name in dict(plain.named_parameters()):
+                    averaged[name] = 0.7 * averaged[name] + 0.3 * value if name in averaged else value
+        for name, value in averaged.items():
+            torch.testing.assert_close(loop.averages()[name], value, rtol=1e-12, atol=1e-14)
         return loop.result()
 
     (losses, weights), *_ = run_threads(straight, size=4)
@@ -149,6 +166,19 @@ def test_all_random_states_are_those_of_the_checkpoint(comm: AbstractCommunicato
     assert all(torch.equal(*pair) for pair in zip(drawn, again, strict=True))
 
 
+def in_place(folder: Path, model: TiledModel, optimizer: torch.optim.Optimizer) -> None:
+    with WeightAverage(model.parameters()).applied():
+        tatami.save_training(folder, model, optimizer, step=2)
+
+
+def with_state(folder: Path, model: TiledModel, optimizer: torch.optim.Optimizer) -> None:
+    average = WeightAverage(model.parameters())
+    average.step()
+    checkpoint = ModelCheckpoint(dirpath=folder, every_n_train_steps=1)
+    trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), callbacks=[average], checkpoint=checkpoint)
+    trainer.fit((torch.ones(BATCH, 4).double(), torch.ones(BATCH, 2).double()), batch_size=BATCH, epochs=1)
+
+
 WRONG: dict[str, tuple[type[Exception], str, Callable[[Path, TiledModel, torch.optim.Optimizer], object]]] = {
     "objects": (
         CheckpointError,
@@ -166,6 +196,28 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Path, TiledModel, torch.o
         CheckpointError,
         "this state is of SGD, and the optimizer is Adam",
         lambda folder, model, _: tatami.load_training(folder, model, torch.optim.Adam(model.parameters())),
+    ),
+    "average as an object": (
+        InputError,
+        r"objects=\{'average': ...\} is of this rank's part of the tiled model's weights.*Leave it out",
+        lambda folder, model, optimizer: tatami.save_training(
+            folder, model, optimizer, step=2, objects={"average": WeightAverage(model.parameters())}
+        ),
+    ),
+    "state of an average": (
+        InputError,
+        "the state of a WeightAverage is of this rank's part of the tiled model's weights",
+        lambda *given: (each := WeightAverage(given[1].parameters())).load_state_dict(each.state_dict()),
+    ),
+    "averages in place": (
+        InputError,
+        "saving a checkpoint comes within `with average.applied",
+        lambda *given: in_place(*given),
+    ),
+    "callback": (
+        InputError,
+        "the state_dict of callback 0 is of this rank's part|rank 0 has failed",
+        lambda folder, model, optimizer: with_state(folder / "fit", model, optimizer),
     ),
     "one for two": (
         InputError,
@@ -188,6 +240,23 @@ def test_what_would_be_loaded_wrongly_is_refused(comm: AbstractCommunicator, wha
     tatami.save_training(tmp_path, model, optimizer, step=1)
     with pytest.raises(kind, match=told):
         call(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "made", "told"), [(1, 0, "is dropped: make averages before"), (0, 1, "begins with the weights")]
+)
+def test_averages_without_a_counterpart_are_told_of(tmp_path: Path, saved: int, made: int, told: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for number, call in ((saved, partial(tatami.save_training, step=1)), (made, tatami.load_training)):
+            model = tiled(NETWORK, comm, layout=simple_layout((0, 1)), batch_size=BATCH)
+            averages = [WeightAverage(model.parameters()) for _ in range(number)]
+            for each in averages:
+                each.step()
+            call(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(not each.state for each in averages)
+
+    with pytest.warns(UserWarning, match=f"has {saved} moving averages .*and the run has {made}; one .* {told}"):
+        run_threads(body, size=2)
 
 
 def test_a_state_dict_is_loaded_where_it_is_from_and_nowhere_else(comm: AbstractCommunicator, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from tatami.stages.stand_in import StandIn
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.regroup import common_state, load_common_state, relay, tell_newcomers
 from tatami.state.repairing import FitState, Stateful
+from tatami.state.training_state import draws_state, refuse_rows, restore_draws
 from tatami.train.own_times import OwnTimes
 
 LEAST_SPEED = 0.01
@@ -63,6 +64,7 @@ def steps(
 
     Raises:
         ModelError: the optimizer does not work element by element.
+        InputError: `carry` has an optimizer of the model's weights.
     """
     if count < 0:
         raise InputError(f"count must be at least 0, not {count}")
@@ -88,6 +90,7 @@ class Steps:
         put_back: Callable[[], None] = lambda: None,
     ) -> None:
         check_optimizer(optimizer)
+        refuse_rows(model, {f"carry={{{name!r}: ...}}": thing for name, thing in carry.items()})
         self.model = model
         self.optimizer = optimizer
         self.session = session
@@ -205,8 +208,7 @@ class Steps:
         buffers += [each for each in self._mirror.tensors.values() if not isinstance(each, torch.nn.Parameter)]
         self._before = {
             "buffers": [(each, each.detach().clone()) for each in buffers],
-            "generator": model.generator.get_state(),
-            "draws": None if model.draws is None else model.draws.state_dict(),
+            **draws_state(model),
             "chance": random_state(),
         }
 
@@ -216,9 +218,7 @@ class Steps:
         with torch.no_grad():
             for buffer, value in self._before["buffers"]:
                 buffer.copy_(value)
-        model.generator.set_state(self._before["generator"])
-        if model.draws is not None:
-            model.draws.load_state_dict(self._before["draws"])
+        restore_draws(model, self._before)
         set_random_state(self._before["chance"])
         self.optimizer.zero_grad(set_to_none=True)
         model.phases.finish_iteration()

@@ -22,6 +22,7 @@ from tatami.errors import InputError
 from tatami.runtime.norms import models
 from tatami.runtime.optimizers import check_shardable
 from tatami.runtime.sharded_sums import ShardedSums
+from tatami.runtime.weight_average import WeightAverage
 
 _lock = threading.Lock()
 _is_watching = False
@@ -69,7 +70,9 @@ def shards_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _sharded(optimizer: torch.optim.Optimizer) -> dict[int, ShardedSums]:
-    """By the identity of each sharded weight that the optimizer has, the sums of its model."""
+    """By the identity of each sharded weight that the optimizer has, the sums of its model; an average has whole weights."""
+    if isinstance(optimizer, WeightAverage):
+        return {}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found: dict[int, ShardedSums] = {}
     for model in models():

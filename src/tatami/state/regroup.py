@@ -7,7 +7,7 @@ and what it returns puts in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.membership import Regroup
 from tatami.model.model import TiledModel
+from tatami.runtime.weight_average import WeightAverage, averages_of
 from tatami.same_steps import optimizers_of
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.restaging import Relocation
+from tatami.state.training_state import draws_state, restore_draws
 from tatami.state.transfer import NetworkTensors
 
 _TAG = 15
@@ -48,9 +50,10 @@ def relay(
         What puts all in place; it sends nothing.
 
     Raises:
-        InputError: another optimizer steps the weights, too.
+        InputError: another optimizer steps the weights, too; or averages of the weights differ between ranks.
     """
-    others = [type(each).__name__ for each in optimizers_of(model.parameters()) if each is not optimizer]
+    averages = averages_of(model.parameters())
+    others = [type(each).__name__ for each in optimizers_of(model.parameters()) if each not in (optimizer, *averages)]
     if others:
         raise InputError(
             f"{', '.join(others)} steps the weights beside the Trainer's optimizer, and its state does not follow ranks that "
@@ -58,6 +61,7 @@ def relay(
         )
     optimizer.zero_grad(set_to_none=True)
     model._regroup(cluster=cluster)
+    _align(averages, model.comm, is_new=name in change.newcomers)
     network = NetworkTensors(model, optimizer, mirror=mirror, is_new=name in change.newcomers)
     relocation = Relocation(model, change.layout, network)
     if relocation.changes_stages:
@@ -71,7 +75,35 @@ def relay(
         if relocation.changes_stages:
             relocation.stay()
         raise
-    return lambda: relocation.arrive(fetched)
+
+    def put_in_place() -> None:
+        relocation.arrive(fetched)
+        for each in averages:
+            each.swap()
+
+    return put_in_place
+
+
+def _align(averages: Sequence[WeightAverage], comm: AbstractCommunicator, *, is_new: bool) -> None:
+    """Have averages that went equally many steps, and weights in the network. Collective.
+
+    A rank that learns only now that the last update was made is yet to make the step that follows it.
+
+    Raises:
+        InputError: on all ranks: they have made different averages, or stepped them differently.
+    """
+    made: list[list[int | None]] = comm.allgather_object([None if is_new else each.num_steps for each in averages])
+    columns = [{count for count in counts if count is not None} for counts in zip(*made, strict=False)]
+    if len(set(map(len, made))) > 1 or any(max(counts) - min(counts) > 1 for counts in columns):
+        raise InputError(
+            f"all ranks must make the same WeightAverages and step them after the same updates; they made {made} steps"
+        )
+    for each, counts in zip(averages, columns, strict=True):
+        if is_new:
+            each.num_steps = max(counts)
+        else:
+            each.swap(back=True)
+            each.catch_up(max(counts))
 
 
 def tell_newcomers(comm: AbstractCommunicator, change: Regroup, what: Callable[[], Any]) -> Any:
@@ -88,8 +120,7 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> dict[st
     """What all ranks have in common beside tensors and their states: for newcomers, who then `load_common_state`."""
     return {
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        "generator": model.generator.get_state(),
-        "draws": None if model.draws is None else model.draws.state_dict(),
+        **draws_state(model),
         "training": model.training,
     }
 
@@ -98,7 +129,5 @@ def load_common_state(model: TiledModel, optimizer: torch.optim.Optimizer, state
     """On a newcomer."""
     for group, told in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(told)
-    model.generator.set_state(state["generator"])
-    if model.draws is not None:
-        model.draws.load_state_dict(state["draws"])
+    restore_draws(model, state)
     model.train(state["training"])

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tatami.checkpoints.state_codec import State
-from tatami.errors import CheckpointError
+from tatami.errors import CheckpointError, InputError, warn
 from tatami.model.model import TiledModel
 from tatami.model.whole_state import check_state, sliced_tensors, whole_tensors
 from tatami.runtime.row_messages import counted_from, elementwise, units_of
 from tatami.runtime.rows import Rows, UnitRuns, cut_units
 from tatami.runtime.sharded_sums import ShardedSums
+from tatami.runtime.weight_average import REFUSED, WeightAverage
+from tatami.same_steps import optimizers_of
 from tatami.stages.stand_in import StandIn
 from tatami.state.moving import move
 from tatami.tiling import Layout, Span, StagedLayout
@@ -30,6 +33,8 @@ _Places = range | torch.Tensor
 """Where elements are in a whole tensor, in ascending order: int64 of shape (elements,), or a range."""
 _VALUE = "value"
 """The key of a tensor itself, beside those of the optimizer's state for it."""
+_AVERAGE = "average "
+"""Before the number of a moving average, the key of its value for a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +52,27 @@ class _Piece:
     writer: int
 
 
-def shard_of(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
-    """What this rank writes of the weights, buffers and optimizer state. Not collective."""
+def shard_of(model: TiledModel, optimizer: torch.optim.Optimizer, averages: Sequence[WeightAverage]) -> State:
+    """What this rank writes of the weights, buffers, optimizer state and averages of weights. Not collective."""
     tensors = _tensors(model)
     sliced = sliced_tensors(model)
     pieces: list[dict[str, Any]] = []
     for piece in _pieces(model):
         tensor = tensors[piece.name]
+        averaged = {f"{_AVERAGE}{number}": each.value_of(tensor) for number, each in enumerate(averages)}
+        known = {key: value for key, value in averaged.items() if value is not None}
         if (sharding := _sharding(model, tensor)) is not None:
             if model.stage is not None and not model.stage.counts(piece.name):  # the first stage that has it writes it
                 continue
             start, stop = sharding.range_of(tensor)
-            parts = {_VALUE: tensor.detach().view(-1)[start:stop], **_state(model, optimizer, tensor)}
+            flat = {key: value.view(-1)[start:stop] for key, value in {_VALUE: tensor.detach(), **known}.items()}
+            parts = {**flat, **_state(model, optimizer, tensor)}
             if start < stop:
                 pieces.append({"name": piece.name, "elements": [start, stop], "tensors": parts})
             continue
         if piece.writer != model.stage_comm.rank:
             continue
-        parts = {_VALUE: tensor, **elementwise(optimizer, tensor)}
+        parts = {_VALUE: tensor, **known, **elementwise(optimizer, tensor)}
         span = where = None
         if piece.units is not None:
             block, runs = sliced[piece.name]
@@ -76,17 +84,17 @@ def shard_of(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
     return {"pieces": pieces}
 
 
-def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
+def common_state(model: TiledModel, optimizer: torch.optim.Optimizer, averages: Sequence[WeightAverage]) -> State:
     """What all ranks have in common: shapes, the optimizer's settings and counters, draws, and the layout with its ranks.
 
     Collective where ranks have the counters of different weights: those of their pipeline stage, or of their shard.
+
+    Raises:
+        InputError: an average is in place of the weights.
     """
+    for average in averages:
+        average.check_not_applied("saving a checkpoint")
     names = _names(model)
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]  # and not mirrors of others
-        groups.append({"names": own, "settings": settings})
     counters = {
         names[id(parameter)]: {key: value for key, value in state.items() if key not in _state(model, optimizer, parameter)}
         for parameter, state in optimizer.state.items()
@@ -98,11 +106,45 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
     shapes = {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in _whole(model).items()}
     return {
         "tensors": shapes,
-        "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "counters": counters},
+        "optimizer": {**_settings_of(optimizer, names), "counters": counters},
+        "averages": [_settings_of(each, names) for each in averages],
         **draws_state(model),
         "names": list(model.names),
         "layout": model.whole_layout.to_dict(),
     }
+
+
+def _settings_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Its kind, and the weights and settings of its groups."""
+    groups = []
+    for group in optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]  # and not mirrors of others
+        groups.append({"names": own, "settings": {key: value for key, value in group.items() if key != "params"}})
+    return {"kind": type(optimizer).__name__, "groups": groups}
+
+
+def refuse_rows(model: TiledModel, named: Mapping[str, Any]) -> None:
+    """Refuse what would give this rank's part of what an optimizer keeps for the weights to other ranks.
+
+    Args:
+        model: whose weights.
+        named: objects with a state, and states.
+
+    Raises:
+        InputError: one is an optimizer of the weights, or has the state of one; names it.
+    """
+    own = {id(each) for each in model.parameters()}
+    kept = [
+        each for optimizer in optimizers_of(model.parameters()) for state in optimizer.state.values() for each in state.values()
+    ]
+    own |= {id(each) for each in kept if isinstance(each, torch.Tensor)}
+    for name, thing in named.items():
+        for leaf in pytree.tree_leaves(thing):
+            held = [leaf]
+            if isinstance(leaf, torch.optim.Optimizer):
+                held = [each for group in leaf.param_groups for each in group["params"]]
+            if any(isinstance(each, torch.Tensor) and id(each) in own for each in held):
+                raise InputError(REFUSED.format(what=name))
 
 
 def draws_state(model: TiledModel) -> State:
@@ -150,14 +192,17 @@ class Assembly:
     Args:
         model: tiled, in any way.
         optimizer: of its parameters.
+        averages: of its parameters; each gets the state of the one that was made as the same number of those that were saved.
         common: `common_state` of the run that wrote the shards.
 
     Raises:
         CheckpointError: the state is of another network or another optimizer.
     """
 
-    def __init__(self, model: TiledModel, optimizer: torch.optim.Optimizer, *, common: State) -> None:
-        self._model, self._optimizer, self._common = model, optimizer, common
+    def __init__(
+        self, model: TiledModel, optimizer: torch.optim.Optimizer, averages: Sequence[WeightAverage], *, common: State
+    ) -> None:
+        self._model, self._optimizer, self._averages, self._common = model, optimizer, averages, common
         self._tensors = _tensors(model)
         self._sliced = sliced_tensors(model)
         saved = {
@@ -168,7 +213,13 @@ class Assembly:
         check_state(self._whole, saved)
         if model.sharding is not None:
             model.sharding.shard([each for each in model.own_parameters() if each.requires_grad])
-        self._groups = _matching_groups(optimizer, common["optimizer"], names=_names(model))
+        saved_ones = [common["optimizer"], *common.get("averages", ())]  # an earlier version did not save averages
+        self._groups = [
+            (group, settings)
+            for each, one in zip((optimizer, *averages), saved_ones, strict=False)
+            for group, settings in _matching_groups(each, one, names=_names(model))
+        ]
+        self._num_saved = len(saved_ones) - 1
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._missing = {name: tensor.numel() for name, tensor in self._tensors.items()}
 
@@ -220,7 +271,7 @@ class Assembly:
         here: _Places = range(size) if own is None else _places(shape, own[1], self._units_here(own[0]))
         for key, part in piece["tensors"].items():
             goes, room = here, mine.shape
-            if key != _VALUE and sharding is not None:
+            if sharding is not None and key != _VALUE and not key.startswith(_AVERAGE):
                 goes, room = range(*sharding.range_of(mine)), sharding.part(mine, mine).shape
             if key not in found:
                 found[key] = torch.empty(room, dtype=part.dtype, device=mine.device)
@@ -241,19 +292,31 @@ class Assembly:
             raise CheckpointError(f"the shards of this checkpoint do not make up {', '.join(wrong)}")
 
     def commit(self) -> None:
-        """Give the model and the optimizer what was taken."""
+        """Give the model, the optimizer and the averages what was taken."""
         optimizer, counters = self._optimizer, self._common["optimizer"]["counters"]
         with torch.no_grad():
             for name, found in self._found.items():
                 tensor = self._tensors[name]
                 tensor.copy_(found.pop(_VALUE))
+                averaged = {key: found.pop(key) for key in tuple(found) if key.startswith(_AVERAGE)}
                 if isinstance(tensor, nn.Parameter):
+                    for number, average in enumerate(self._averages):
+                        average.restore(tensor, averaged.get(f"{_AVERAGE}{number}"))
                     optimizer.state.pop(tensor, None)
                     kept = {**counters.get(name, {}), **found}
                     if kept:
                         optimizer.state[tensor] = kept
-        for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+        for group, settings in self._groups:
             group.update(settings)
+        num_here = len(self._averages)
+        if self._num_saved != num_here and self._model.comm.rank == 0:
+            what = "begins with the weights of the next average.step()"
+            if self._num_saved > num_here:
+                what = "is dropped: make averages before load_training, or before Trainer.fit or in on_fit_start"
+            warn(
+                f"the checkpoint has {self._num_saved} moving averages (WeightAverage) of the weights, and the run has "
+                f"{num_here}; one without a counterpart {what}"
+            )
 
 
 def _places(shape: Sequence[int], runs: UnitRuns, units: Span) -> torch.Tensor:
@@ -367,22 +430,24 @@ def _cut(rows: Rows, span: Span) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, rows.runs.axis)
 
 
-def _matching_groups(optimizer: torch.optim.Optimizer, saved: State, *, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """The settings of each group of parameters.
+def _matching_groups(
+    optimizer: torch.optim.Optimizer, saved: State, *, names: Mapping[int, str]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each group of parameters with its settings.
 
     Raises:
         CheckpointError: the saved optimizer is another one, or has other groups.
     """
     if saved["kind"] != type(optimizer).__name__:
         raise CheckpointError(f"this state is of {saved['kind']}, and the optimizer is {type(optimizer).__name__}")
-    own = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    own = [group["names"] for group in _settings_of(optimizer, names)["groups"]]
     theirs = [group["names"] for group in saved["groups"]]
     if own != theirs:
         raise CheckpointError(
-            f"the optimizer has {len(own)} groups of {[len(each) for each in own]} parameters, and this state is of "
-            f"{len(theirs)} of {[len(each) for each in theirs]}, or in another order"
+            f"the {type(optimizer).__name__} has {len(own)} groups of {[len(each) for each in own]} parameters, and this state "
+            f"is of {len(theirs)} of {[len(each) for each in theirs]}, or in another order"
         )
-    return [group["settings"] for group in saved["groups"]]
+    return [(group, one["settings"]) for group, one in zip(optimizer.param_groups, saved["groups"], strict=True)]
 
 
 def share_out(pieces: Sequence[tuple[int, Sequence[int]]]) -> list[int]:

@@ -101,9 +101,9 @@ class NetworkTensors:
     ) -> None:
         self._model, self._companions, self._mirror = model, companions or {}, mirror or MirrorTensors()
         self._is_new = is_new
-        self.optimizers = list(optimizers_of(model.parameters()))
-        if optimizer is not None and optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
+        # The given one first, so that they have the same numbers on a rank that has joined and has made no step.
+        given = [] if optimizer is None else [optimizer]
+        self.optimizers = list(dict.fromkeys([*given, *optimizers_of(model.parameters())]))
         self.tensors = first_named(model.module)
         found = model.found if model.staged is None else model.staged.found
         cuts = {name: runs for block in found.blocks for name, runs in block.cuts.items()}

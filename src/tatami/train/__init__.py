@@ -10,6 +10,7 @@ from tatami.partition.parts.declared import register
 from tatami.runtime.phases import IterationPhase, Phases, PhaseTimes
 from tatami.runtime.row_messages import Moved
 from tatami.runtime.rows import TiledBlock
+from tatami.runtime.weight_average import WeightAverage
 from tatami.state.moving import move
 from tatami.train.batches import AbstractBatches, LocalBatch
 from tatami.train.checkpointing import ModelCheckpoint
@@ -17,7 +18,7 @@ from tatami.train.data import TrainingData
 from tatami.train.evaluating import METRICS, Metric
 from tatami.train.preparing import History
 from tatami.train.retiling import Check, Retiling
-from tatami.train.scheduling import Callback, LRSchedulerConfig, WeightAverage
+from tatami.train.scheduling import Callback, LRSchedulerConfig
 from tatami.train.trainer import Trainer
 
 __all__ = [

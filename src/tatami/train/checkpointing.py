@@ -14,7 +14,16 @@ from tatami.checkpoints.state_codec import State
 from tatami.errors import CheckpointError, InputError, warn
 from tatami.inputs import check_at_least
 from tatami.model.model import TiledModel
-from tatami.state.training_state import Assembly, common_state, draws_state, restore_draws, restore_layout, shard_of
+from tatami.runtime.weight_average import averages_of
+from tatami.state.training_state import (
+    Assembly,
+    common_state,
+    draws_state,
+    refuse_rows,
+    restore_draws,
+    restore_layout,
+    shard_of,
+)
 from tatami.train.batches import AbstractBatches
 from tatami.train.preparing import TrainingPosition, TrainingSetup
 from tatami.units import parse_duration
@@ -178,20 +187,27 @@ def _state(setup: TrainingSetup, position: TrainingPosition, batches: AbstractBa
     """What this rank writes. The first rank writes what all have alike."""
     model, optimizer = setup.model, setup.optimizer
     common = None
-    alike = common_state(model, optimizer)
+    averages = averages_of(model.parameters())
+    alike = common_state(model, optimizer, averages)
     if model.comm.rank == 0:
         common = {**alike, **progress_state(setup, position), "data": _facts(setup, batches)}
-    return {"common": common, "shard": shard_of(model, optimizer), "own": batches.position()}
+    return {"common": common, "shard": shard_of(model, optimizer, averages), "own": batches.position()}
 
 
 def progress_state(setup: TrainingSetup, position: TrainingPosition) -> State:
-    """How far training has come, with what has a state beside the weights and the optimizer; the same on all ranks."""
+    """How far training has come, with what has a state beside the weights and the optimizer; the same on all ranks.
+
+    Raises:
+        InputError: a callback has the state of an optimizer of the weights, which differs between ranks.
+    """
+    callbacks = setup.callbacks.state_dict()
+    refuse_rows(setup.model, {f"the state_dict of callback {number}": each for number, each in enumerate(callbacks)})
     return {
         "position": dataclasses.asdict(position),
         **draws_state(setup.model),
         "scaler": setup.updates.scaler.state_dict(),
         "learning_rate": setup.learning_rate.state_dict() if setup.learning_rate is not None else None,
-        "callbacks": setup.callbacks.state_dict(),
+        "callbacks": callbacks,
     }
 
 
@@ -214,7 +230,7 @@ def _assembled(
         told = ", ".join(f"{key} {facts[key]} (was {was.get(key)})" for key in facts if facts[key] != was.get(key))
         raise CheckpointError(f"it was saved within an epoch over other data: {told}. Give fit what it was given then")
     restore_layout(model, setup.optimizer, common)
-    assembly = Assembly(model, setup.optimizer, common=common)
+    assembly = Assembly(model, setup.optimizer, averages_of(model.parameters()), common=common)
     assembly.take(first["shard"])
     for rank, state in enumerate(states, start=1):
         assembly.take(state["shard"])

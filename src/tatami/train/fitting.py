@@ -68,13 +68,21 @@ class Fit:
         self.repairs: Repairs | None = None
         self.history = History()
 
+    def begin(self) -> None:
+        """Call `on_fit_start`, which may make what has a part in the checkpoint that is resumed."""
+        call = self._setup.callbacks.call
+        try:
+            call("on_fit_start", self._trainer)
+        except BaseException as error:
+            call("on_exception", self._trainer, error)
+            raise
+
     def run(self) -> None:
         """Train until a limit is reached. Collective."""
         call = self._setup.callbacks.call
         self._setup.model.train()
         self._setup.progress.start("training", total=self._total_samples())
         try:
-            call("on_fit_start", self._trainer)
             joins = False
             if self.repairs is not None:
                 joins = self.repairs.joins

@@ -23,11 +23,12 @@ from tatami.errors import CheckpointError, InputError
 from tatami.model.model import TiledModel
 from tatami.runtime.optimizers import check_optimizer, check_parameters
 from tatami.runtime.random_state import random_state, set_random_state
+from tatami.runtime.weight_average import WeightAverage, averages_of
 from tatami.state.repairing import Stateful
-from tatami.state.training_state import Assembly, common_state, restore_draws, restore_layout, shard_of
+from tatami.state.training_state import Assembly, common_state, refuse_rows, restore_draws, restore_layout, shard_of
 from tatami.train.retiling import refuse_elastic
 
-_Pairs = list[tuple[TiledModel, torch.optim.Optimizer]]
+_Trained = list[tuple[TiledModel, torch.optim.Optimizer, list[WeightAverage]]]
 
 _stores: weakref.WeakKeyDictionary[TiledModel, dict[Path, MultiNodeCheckpoint]] = weakref.WeakKeyDictionary()
 """By model and folder: a store remembers what was there when the run was resumed."""
@@ -62,10 +63,10 @@ def save_training(
 
     Raises:
         CheckpointError: on all ranks: it cannot be written, or something in it cannot be kept (says where).
-        InputError: an optimizer of other parameters; an elastic run; on all ranks: a folder with later checkpoints of another
-            run.
+        InputError: an optimizer of other parameters, or one of the model's among `objects`; an elastic run; on all ranks: a
+            folder with later checkpoints of another run.
     """
-    pairs = _pairs(model, optimizer)
+    pairs = _pairs(model, optimizer, objects or {})
     first = pairs[0][0].comm.rank == 0
     own = {"random": random_state(), "objects": {name: _state_of(each) for name, each in (objects or {}).items()}}
     common = {"pairs": [common_state(*pair) for pair in pairs], "values": values}
@@ -99,7 +100,8 @@ def load_training(
         CheckpointError: on all ranks: it is damaged, or of another network, optimizer or other objects; says which.
         InputError: an optimizer of other parameters.
     """
-    pairs, named = _pairs(model, optimizer), objects or {}
+    named = objects or {}
+    pairs = _pairs(model, optimizer, named)
 
     def assemble(states: Iterator[State]) -> tuple[list[Assembly], Mapping[str, Any], Mapping[str, Any]]:
         assemblies: list[Assembly] = []
@@ -109,7 +111,7 @@ def load_training(
                 common, own = state["common"], state["own"]
                 _check(common, own, pairs, named)
                 for pair, each in zip(pairs, common["pairs"], strict=True):
-                    restore_layout(*pair, each)
+                    restore_layout(*pair[:2], each)
                 assemblies = [Assembly(*pair, common=each) for pair, each in zip(pairs, common["pairs"], strict=True)]
             if rank == pairs[0][0].comm.rank:
                 own = state["own"]
@@ -127,7 +129,7 @@ def load_training(
     assemblies, common, own = found.state
     for assembly in assemblies:
         assembly.commit()
-    for (each_model, _), each in zip(pairs, common["pairs"], strict=True):
+    for (each_model, *_), each in zip(pairs, common["pairs"], strict=True):
         restore_draws(each_model, each)
     for name, thing in named.items():
         if isinstance(thing, torch.Generator):
@@ -139,12 +141,14 @@ def load_training(
 
 
 def _pairs(
-    model: TiledModel | Sequence[TiledModel], optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-) -> _Pairs:
-    """Each model with its optimizer.
+    model: TiledModel | Sequence[TiledModel],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    objects: Mapping[str, Any],
+) -> _Trained:
+    """Each model with its optimizer, and the averages that are not given as such.
 
     Raises:
-        InputError: not tiled models, another number of optimizers, or optimizers of other parameters.
+        InputError: not tiled models, another number of optimizers, optimizers of other parameters, or some among `objects`.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -158,7 +162,9 @@ def _pairs(
             )
         check_optimizer(one)
         check_parameters(one, each)
-    return list(zip(models, optimizers, strict=True))
+        refuse_rows(each, {f"objects={{{name!r}: ...}}": thing for name, thing in objects.items()})
+    averages = [[one for one in averages_of(each.parameters()) if one not in optimizers] for each in models]
+    return list(zip(models, optimizers, averages, strict=True))
 
 
 def _store(folder: Path | str, model: TiledModel) -> MultiNodeCheckpoint:
@@ -173,7 +179,7 @@ def _state_of(thing: Stateful | torch.Generator) -> State:
     return thing.get_state() if isinstance(thing, torch.Generator) else thing.state_dict()
 
 
-def _check(common: Mapping[str, Any] | None, own: Mapping[str, Any], pairs: _Pairs, objects: Mapping[str, Any]) -> None:
+def _check(common: Mapping[str, Any] | None, own: Mapping[str, Any], pairs: _Trained, objects: Mapping[str, Any]) -> None:
     if not isinstance(common, Mapping) or "pairs" not in common:
         raise CheckpointError("save_training did not write it; a Trainer's is resumed by fit(resume=...)")
     if len(common["pairs"]) != len(pairs):

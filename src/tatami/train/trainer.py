@@ -262,11 +262,12 @@ class Trainer:
         if repairs is not None and self._checkpoints is not None:
             self._checkpoints.on_whole = repairs.saved
             self._checkpoints.survives = True
-        returns = repairs is not None and repairs.returns
-        if not (returns and self._resume(True, batches)) and resume and not (repairs is not None and repairs.joins):
-            self._resume(resume, batches)
         page = self._page.writing(model.comm, setup.records) if self._page is not None else nullcontext()
         with page, fail_together(model.comm):
+            run.begin()
+            returns = repairs is not None and repairs.returns
+            if not (returns and self._resume(True, batches)) and resume and not (repairs is not None and repairs.joins):
+                self._resume(resume, batches)
             run.run()
         return run.history
 
