@@ -1,5 +1,7 @@
 """`tatami.plan`: planners side by side for a network, without a rank."""
 
+import re
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,10 @@ from torch import nn
 
 import tatami
 from tatami.cluster import Cluster, Processor
+from tatami.comm.threads import ThreadCommunicator, run_threads
 from tatami.errors import InputError, MemoryLackError, PlanError
 from tatami.planning import answers, compared, questions
-from tatami.tiling import PLANNERS, Plan, StagedPlan
+from tatami.tiling import PLANNERS, Layout, Plan, StagedLayout, StagedPlan
 from tatami.train import find_blocks, workload_of
 from tatami.workload import Block, Piece, Workload, gpt_workload
 
@@ -54,6 +57,42 @@ def test_a_sample_finds_more_than_pairs() -> None:
     found = tatami.plan(layer, speeds=SPEEDS, batch_size=12, sample=torch.randn(4, 3, 8), planners=["timed"])
     assert without.workload.blocks == ()
     assert {block.kind for block in found.workload.blocks} == {"attention", "linear pair"}
+
+
+def test_pipeline_stages_of_a_sampled_network_are_those_that_tile_finds() -> None:
+    network = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(6)])
+    machines = Cluster(processors=tuple(Processor(name=f"m{index}", speed=1e9, memory_bytes=300_000) for index in range(3)))
+    sample = torch.randn(4, 64)
+    found = tatami.plan(network, cluster=machines, batch_size=16, sample=sample)
+    assert isinstance(found.recommended, StagedPlan)
+
+    def laid(comm: ThreadCommunicator) -> Layout | StagedLayout:
+        return tatami.tile(network, comm, batch_size=16, sample=sample, speeds=machines, quiet=True).whole_layout
+
+    assert run_threads(laid, size=3) == [found.recommended.layout] * 3
+    with pytest.raises(MemoryLackError):
+        tatami.plan(network, cluster=machines, batch_size=16)
+
+
+class Looking(nn.Module):
+    """Cannot be recorded: what it computes depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_why_there_are_no_stages_is_in_the_summary() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the value, which each rank would read of its own samples
+        found = tatami.plan(Looking(), speeds=SPEEDS, batch_size=12, sample=torch.randn(4, 8))
+    assert found.staged is None
+    assert found.workload.pieces == ()
+    assert re.search(r"; without pipeline stages: .*looks at a value that (sum|gt) computes", found.summary), found.summary
 
 
 def test_a_workload_needs_no_torch_and_has_its_own_batch() -> None:

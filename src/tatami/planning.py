@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from tatami import tiling
 from tatami.cluster import Cluster, fastest, listed_speeds
 from tatami.cluster.changes import changed, with_more, without
-from tatami.errors import InputError, MemoryLackError, PlanError
+from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
 from tatami.report.machines import display_names, machine_lines, machine_table
 from tatami.report.recommended import plan_table, recommendation, time_words
 from tatami.report.staged import staged_lines, staged_recommendation, staged_time_words
@@ -35,7 +35,7 @@ from tatami.tiling import (
     timeline,
 )
 from tatami.tiling.alphabeta import MEASURED_FROM
-from tatami.workload import Workload
+from tatami.workload import Workload, as_probed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -209,8 +209,8 @@ def plan(
         speeds: their relative speeds, in the order of the ranks; with a cluster, in place of its own.
         batch_size: the global batch. A workload has its own, and needs none.
         sample: inputs of the network for at least two samples, as for `tatami.tile`: without it only pairs of linear layers
-            are found.
-        planners: names in `tatami.tiling.PLANNERS`, or planners of your own; all that there are where None.
+            are found, and no pipeline stages.
+        planners: names in `tatami.tiling.PLANNERS`, or planners of your own; all that there are, and stages, where None.
         cost: what planners minimise, and, if it is an `AlphaBetaCost`, what predicts the time.
 
     Raises:
@@ -232,7 +232,7 @@ def plan(
     if isinstance(model, Workload):
         work = model if batch_size is None else model.with_samples(batch_size)
     else:
-        work, summary = _followed(model, batch_size=batch_size, sample=sample)
+        work, summary = _followed(model, batch_size=batch_size, sample=sample, cluster=machines, with_stages=planners is None)
     return compared(planners, cluster=machines, workload=work, cost=cost, summary=summary, with_stages=planners is None)
 
 
@@ -408,12 +408,15 @@ def _samples(text: str) -> int:
     return int(text)
 
 
-def _followed(model: nn.Module, *, batch_size: int | None, sample: Any) -> tuple[Workload, str]:
-    """The workload of a network, and what of it is tiled in a line."""
+def _followed(
+    model: nn.Module, *, batch_size: int | None, sample: Any, cluster: Cluster, with_stages: bool
+) -> tuple[Workload, str]:
+    """The workload of a network on the CPUs of a cluster, as `tatami.tile` plans it, and what of it is tiled in a line."""
     from torch import nn
 
     from tatami.model.describing import describe
     from tatami.partition.blocks import find_blocks, workload_of
+    from tatami.partition.pieces import exact_pieces
 
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -422,8 +425,17 @@ def _followed(model: nn.Module, *, batch_size: int | None, sample: Any) -> tuple
     if batch_size is None:
         raise PlanError("how many samples has the global batch? Give batch_size")
     found = find_blocks(model, sample=sample)
-    work = workload_of(model, found, samples=batch_size)
-    return work, describe(model, found, workload=work).summary
+    work = as_probed(workload_of(model, found, samples=batch_size), cluster)
+    work = replace(work, overlaps_sums=len(set(cluster.host_of.values())) > 1)
+    summary = describe(model, found, workload=work).summary
+    if with_stages and sample is not None and cluster.size > 1:
+        try:
+            network = exact_pieces(model, found, sample)
+            network.refuse_few(2 if network.obstacle else 1)
+            work = replace(work, pieces=network.pieces_with(found, work.blocks))
+        except ModelError as error:
+            summary += f"; without pipeline stages: {error}"
+    return work, summary
 
 
 def _machines(cluster: Cluster | None, speeds: Mapping[str, float] | Sequence[float] | None) -> Cluster:
