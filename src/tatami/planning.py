@@ -34,7 +34,6 @@ from tatami.tiling import (
     plan_stages,
     timeline,
 )
-from tatami.tiling.alphabeta import MEASURED_FROM
 from tatami.workload import Workload, as_probed
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Characters of a line, where nothing is said."""
 _ROUNDING = 1e-12
-_LEAST_MEMORY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,8 +367,6 @@ def questions(
     for each in leave_out:
         names = [name.strip() for name in each.split(",")]
         found.append(Question(words=f"without {', '.join(names)}", cluster=without(cluster, names), workload=workload))
-    for question in found:
-        _refuse_missing_units(question, cluster)
     return tuple(found)
 
 
@@ -389,17 +385,6 @@ def answers(asked: Sequence[Question], *, cost: AbstractCost | None = None) -> t
         Answer(question=question, plan=plan, speed_up=rate / rates[0] if rate and rates[0] else None)
         for question, plan, rate in zip(asked, plans, rates, strict=True)
     )
-
-
-def _refuse_missing_units(question: Question, asked: Cluster) -> None:
-    """A speed of 30 among speeds in flop/s, and a memory of 16 bytes, are numbers whose units were forgotten."""
-    before, is_measured = asked.by_name, min(asked.speeds.values()) >= MEASURED_FROM
-    for each in question.cluster.processors:
-        old = before.get(each.name)
-        if is_measured and each.speed < MEASURED_FROM:
-            raise InputError(f"{question.words!r}: a speed of {each.speed:g} flop/s, as the others' are; write 30Tflop/s")
-        if each.memory_bytes is not None and each.memory_bytes < _LEAST_MEMORY_BYTES and (old is None or old != each):
-            raise InputError(f"{question.words!r}: a memory of {each.memory_bytes} bytes; write 16GiB")
 
 
 def _samples(text: str) -> int:

@@ -61,6 +61,7 @@ def refused(*arguments: str) -> str:
         (["plan", "--speeds", "0,1"], "speeds[0]: must be > 0, not 0"),
         (["plan", "--speeds", "1,-2"], "speeds[1]: must be > 0, not -2"),
         (["plan", "--speeds", "1,nan"], "speeds[1]: must be a finite number > 0, not nan"),
+        (["plan", "--speeds", "1,5e11"], "speeds[0]: 1 flop/s next to 500 Gflop/s: write '1 Gflop/s' or another unit"),
         (["plan", "--speeds", "1,fast"], "speeds[1]: 'fast' is not a computing speed"),
         (
             ["plan", "--speeds", "1,1", "--planner", "best"],
@@ -75,8 +76,11 @@ def refused(*arguments: str) -> str:
         (["plan", "--speeds", "1,1", "--net", "9-3-2", "--model", "gpt"], "--net 9-3-2 and --model gpt are two networks"),
         (["plan", "--speeds", "1,2", "--add", "name=p1,speed=1"], "name: 'p1' is taken already"),
         (["simulate", "tiling", "--speeds", "1,2", "--mtbf", "1h", "--stages", "2"], "--stages is not simulated together with"),
-        (["plan", "--speeds", "1e9,2e9", "--add", "speed=30"], "a speed of 30 flop/s, as the others' are; write 30Tflop/s"),
-        (["plan", "--speeds", "1e9,2e9", "--vary", "processors.p1.memory=16"], "a memory of 16 bytes; write 16GiB"),
+        (["plan", "--speeds", "1e9,2e9", "--add", "speed=30"], "speed: 30 flop/s next to 2 Gflop/s: write '30 Gflop/s'"),
+        (
+            ["plan", "--speeds", "1e9,2e9", "--vary", "processors.p1.memory=16"],
+            "memory: 16 without a unit is 16 bytes",
+        ),
         (["plan", "--speeds", "1,1", "--net", "9-2"], "network '9-2' has no hidden layer"),
         (["plan", "--speeds", "1,1", "--plot", "mats.gif"], "a picture is written as .png, .pdf, .svg, not as '.gif'"),
         (["plan", "nowhere.toml"], "cannot read the cluster file nowhere.toml"),

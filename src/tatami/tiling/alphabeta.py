@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 
 from tatami.cluster import Cluster
+from tatami.cluster.speed_table import MEASURED_FROM
 from tatami.errors import PlanError
 from tatami.tiling.compute import compute_s, idle_s, scatter
 from tatami.tiling.cost import AbstractCost, Cost
@@ -36,8 +37,6 @@ from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
 """What a processor of relative speed 1 does in a second where nothing was measured."""
-MEASURED_FROM = 1e6
-"""Where the fastest is no slower, speeds are flop/s: relative speeds do not go up to a million."""
 _NOTHING = 1e-9
 """Rounding of shares that were added and subtracted."""
 _LOOKED_AT = 8
