@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tatami
-from tatami.cluster import Cluster, Processor
+from tatami.cluster import Cluster, Processor, write_cluster
 from tatami.comm import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import InputError, MemoryLackError, PlanError
@@ -96,10 +96,14 @@ def test_why_there_are_no_stages_is_in_the_summary() -> None:
     assert re.search(r"; without pipeline stages: .*looks at a value that (sum|gt) computes", found.summary), found.summary
 
 
-def test_a_workload_needs_no_torch_and_has_its_own_batch() -> None:
+def test_a_workload_needs_no_torch_and_has_its_own_batch(tmp_path: Path) -> None:
     work = Workload.mlp(203, 80, 26, samples=1024)
     cluster = Cluster.from_speeds(SPEEDS)
     assert tatami.plan(work, cluster=cluster) == compared(None, cluster=cluster, workload=work)
+    path = tmp_path / "cluster.toml"
+    write_cluster(cluster, path)
+    assert tatami.plan(work, cluster=path) == tatami.plan(work, cluster=str(path)) == tatami.plan(work, cluster=cluster)
+    assert tatami.plan("srpm", cluster=path, workload=work) == tatami.plan("srpm", cluster=cluster, workload=work)
     assert tatami.plan(work, cluster=cluster, batch_size=64).workload.samples == 64
     faster = tatami.plan(work, cluster=cluster, speeds=[1, 1, 1], planners=["weighted"])
     assert faster.plans[0].tiling.replicas[2][0].samples.size == 341
@@ -122,6 +126,8 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do() -> None:
         tatami.plan(net(), speeds=SPEEDS, batch_size=4, workload=work)  # type: ignore[call-overload]
     with pytest.raises(InputError, match=r"takes a network .*not list"):
         tatami.plan([1, 2], speeds=SPEEDS, batch_size=4)  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match="a Cluster or the path of a cluster file, not dict"):
+        tatami.plan(work, cluster={})  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="speeds by name go with a cluster"):
         tatami.plan(work, speeds={"p0": 1.0})
     with pytest.raises(PlanError, match=r"^speeds must be a number > 0 for each rank, not 2$"):

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from tatami import tiling
-from tatami.cluster import Cluster, fastest, listed_speeds
+from tatami.cluster import Cluster, fastest, listed_speeds, read_cluster
 from tatami.cluster.changes import changed, with_more, without
 from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
 from tatami.report.machines import display_names, machine_lines, machine_table
@@ -167,7 +168,7 @@ class PlanComparison:
 def plan(
     model: nn.Module | Workload,
     *,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Path | str | None = None,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     batch_size: int | None = None,
     sample: Any = None,
@@ -178,7 +179,7 @@ def plan(
 def plan(
     model: str | AbstractPlanner = tiling.DEFAULT_PLANNER,
     *,
-    cluster: Cluster,
+    cluster: Cluster | Path | str,
     workload: Workload,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     cost: AbstractCost | None = None,
@@ -186,7 +187,7 @@ def plan(
 def plan(
     model: nn.Module | Workload | str | AbstractPlanner = tiling.DEFAULT_PLANNER,
     *,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Path | str | None = None,
     workload: Workload | None = None,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     batch_size: int | None = None,
@@ -203,7 +204,7 @@ def plan(
 
     Args:
         model: any network, or the `Workload` of one; or a planner, with `workload`.
-        cluster: the machines and their links: a `Cluster`, as `tatami.cluster.read_cluster` reads it from a file.
+        cluster: the machines and their links: a `Cluster`, or the path of a file that `tatami.cluster.read_cluster` reads.
         speeds: their relative speeds, in the order of the ranks; with a cluster, in place of its own.
         batch_size: the global batch. A workload has its own, and needs none.
         sample: inputs of the network for at least two samples, as for `tatami.tile`: without it only pairs of linear layers
@@ -216,6 +217,8 @@ def plan(
         PlanError: neither a cluster nor speeds, unusable speeds, or no batch size.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
+    if isinstance(cluster, (str, Path)):
+        cluster = read_cluster(cluster)
     if isinstance(model, (str, AbstractPlanner)):
         if cluster is None or workload is None:
             raise PlanError(
@@ -425,7 +428,9 @@ def _followed(
 
 def _machines(cluster: Cluster | None, speeds: Mapping[str, float] | Sequence[float] | None) -> Cluster:
     if cluster is None and speeds is None:
-        raise PlanError("which machines? Give a cluster (tatami.cluster.read_cluster reads a file of tatami probe), or speeds")
+        raise PlanError("which machines? Give a cluster (the file of tatami probe, or a Cluster), or speeds")
+    if not isinstance(cluster, Cluster | None):
+        raise PlanError(f"cluster must be a Cluster or the path of a cluster file, not {type(cluster).__name__}")
     if cluster is not None:
         return cluster if speeds is None else tiling.with_speeds(cluster, speeds)
     if isinstance(speeds, Mapping):

@@ -141,7 +141,7 @@ def test_text_as_a_person_would_write_it() -> None:
 def test_numbers_are_si_and_links_may_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
-        "[network]\nbandwidth = 10000\nlatency = 0.5\n[[processors]]\nname = 'n'\nspeed = '2 Gflop/s'\nmemory = 1048576\ncount = 2"
+        "[network]\nbandwidth = 1e4\nlatency = 0.5\n[[processors]]\nname = 'n'\nspeed = '2 Gflop/s'\nmemory = 1048576\ncount=2"
     )
     cluster = read_cluster(path)
     assert cluster.local == LOCAL_LINK
