@@ -84,6 +84,15 @@ def test_the_reason_is_what_would_have_to_be_better(
     assert ("timed leaves out b: " in told) == (reason is not None)
 
 
+@pytest.mark.parametrize(("samples", "reason"), [(16, Reason.SAMPLES), (18, None)])
+def test_whole_samples_that_cannot_be_divided_further_are_a_reason(samples: int, reason: Reason | None) -> None:
+    """Eight machines compute 2 of 16 samples each, and one more would not make that 1; of 18 samples it takes 2."""
+    found, told = planned(*(machine(f"m{index}", 1e12) for index in range(9)), network=FAST, workload=GPT.with_samples(samples))
+    assert set(found.reasons.values()) == ({reason} if reason else set())
+    assert len(found.left_out) == (reason is not None)
+    assert ("as 16 whole samples cannot be divided further" in told) == (reason is not None)
+
+
 def test_a_slow_network_leaves_the_fastest_machine_alone_in_as_many_micro_batches_as_it_needs() -> None:
     pcs = [machine("small", 9e12, memory="8 GiB"), machine("big", 1.4e13, memory="12 GiB")]
     found, told = planned(*pcs)
