@@ -68,6 +68,10 @@ def refused(*arguments: str) -> str:
             "there is no planner 'best'; choose one of even, grid, grid-rev, srpm",
         ),
         (["plan", "--speeds", "1,1", "--model", "cnn"], "there is no model 'cnn' here; choose gpt"),
+        (
+            ["plan", "--speeds", "1,1", "--model", "my.py"],
+            "planned in Python: tatami.plan(network, cluster=..., batch_size=...",
+        ),
         (["plan", "--speeds", "1,1", "--model", "gpt", "--heads", "5"], "a width of 768 does not divide by 5 heads"),
         (
             ["plan", "--speeds", "1,1", "--layers", "6"],
@@ -170,6 +174,11 @@ def test_is_refused_with_its_own_message(arguments: list[str], said: str) -> Non
     message = refused(*arguments)
     assert message.startswith("error: ")
     assert said in message
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--speeds", "1,1", "--samples", "0"], ["probe", "-n", "0"]])
+def test_a_number_out_of_range_is_shown(arguments: list[str]) -> None:
+    assert "greater than or equal to 1, not 0" in " ".join(refused(*arguments).replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
