@@ -156,6 +156,9 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     progress.finish()
     if not job.as_json:
         show(_table(labels, found, title=f"{job.called}, {machines.size} processors"))
+        for label, each in zip(labels, jobs, strict=True):
+            if isinstance(each.layout, Layout) and (idle := each.cluster.size - len(each.layout.processors)):
+                show(f"{label}: {idle} machines have no work and still hear the gradients of weights that every rank has")
         for label, run in zip(labels, found, strict=True):
             for decision in run.decisions:
                 show(f"{label}: {decision.reason}")
@@ -193,7 +196,7 @@ def _layout(job: SimulateTilingJob, planner: str, *, cluster: Cluster, workload:
         raise InputError("with --stages, --retile checks every iteration: leave out --every")
     if planner != DEFAULT_PLANNER or job.stages == 1 or job.every is not None or job.trace is not None:
         workload = replace(workload, pieces=())
-    return fastest_plan(planner, cluster=cluster, workload=workload, stages=job.stages).layout
+    return fastest_plan(planner, cluster=cluster, workload=workload, stages=job.stages, idle=True).layout
 
 
 def _rehearse(job: TilingJob | StagedJob) -> TilingRun:
