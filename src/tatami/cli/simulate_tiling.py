@@ -156,8 +156,8 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     progress.finish()
     if not job.as_json:
         show(_table(labels, found, title=f"{job.called}, {machines.size} processors"))
-        for label, each in zip(labels, jobs, strict=True):
-            if isinstance(each.layout, Layout) and (idle := each.cluster.size - len(each.layout.processors)):
+        for label, own in zip(labels, jobs, strict=True):
+            if isinstance(own.layout, Layout) and (idle := own.cluster.size - len(own.layout.processors)):
                 show(f"{label}: {idle} machines have no work and still hear the gradients of weights that every rank has")
         for label, run in zip(labels, found, strict=True):
             for decision in run.decisions:
