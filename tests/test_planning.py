@@ -1,5 +1,7 @@
 """`tatami.plan`: planners side by side for a network, without a rank."""
 
+import re
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,12 @@ import torch
 from torch import nn
 
 import tatami
-from tatami.cluster import Cluster, Processor
+from tatami.cluster import Cluster, Processor, write_cluster
+from tatami.comm import AbstractCommunicator
+from tatami.comm.threads import run_threads
 from tatami.errors import InputError, MemoryLackError, PlanError
 from tatami.planning import answers, compared, questions
-from tatami.tiling import PLANNERS, Plan, StagedPlan
+from tatami.tiling import PLANNERS, Layout, Plan, StagedLayout, StagedPlan
 from tatami.train import find_blocks, workload_of
 from tatami.workload import Block, Piece, Workload, gpt_workload
 
@@ -56,10 +60,50 @@ def test_a_sample_finds_more_than_pairs() -> None:
     assert {block.kind for block in found.workload.blocks} == {"attention", "linear pair"}
 
 
-def test_a_workload_needs_no_torch_and_has_its_own_batch() -> None:
+def test_pipeline_stages_of_a_sampled_network_are_those_that_tile_finds() -> None:
+    network = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(6)])
+    machines = Cluster(processors=tuple(Processor(name=f"m{index}", speed=1e9, memory_bytes=300_000) for index in range(3)))
+    sample = torch.randn(4, 64)
+    found = tatami.plan(network, cluster=machines, batch_size=16, sample=sample)
+    assert isinstance(found.recommended, StagedPlan)
+
+    def laid(comm: AbstractCommunicator) -> Layout | StagedLayout:
+        return tatami.tile(network, comm, batch_size=16, sample=sample, speeds=machines, quiet=True).whole_layout
+
+    assert run_threads(laid, size=3) == [found.recommended.layout] * 3
+    with pytest.raises(MemoryLackError):
+        tatami.plan(network, cluster=machines, batch_size=16)
+
+
+class Looking(nn.Module):
+    """Cannot be recorded: what it computes depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(x)
+        return y if y.sum() > -1e9 else -y
+
+
+def test_why_there_are_no_stages_is_in_the_summary() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the value, which each rank would read of its own samples
+        found = tatami.plan(Looking(), speeds=SPEEDS, batch_size=12, sample=torch.randn(4, 8))
+    assert found.staged is None
+    assert found.workload.pieces == ()
+    assert re.search(r"; without pipeline stages: .*looks at a value that (sum|gt) computes", found.summary), found.summary
+
+
+def test_a_workload_needs_no_torch_and_has_its_own_batch(tmp_path: Path) -> None:
     work = Workload.mlp(203, 80, 26, samples=1024)
     cluster = Cluster.from_speeds(SPEEDS)
     assert tatami.plan(work, cluster=cluster) == compared(None, cluster=cluster, workload=work)
+    path = tmp_path / "cluster.toml"
+    write_cluster(cluster, path)
+    assert tatami.plan(work, cluster=path) == tatami.plan(work, cluster=str(path)) == tatami.plan(work, cluster=cluster)
+    assert tatami.plan("srpm", cluster=path, workload=work) == tatami.plan("srpm", cluster=cluster, workload=work)
     assert tatami.plan(work, cluster=cluster, batch_size=64).workload.samples == 64
     faster = tatami.plan(work, cluster=cluster, speeds=[1, 1, 1], planners=["weighted"])
     assert faster.plans[0].tiling.replicas[2][0].samples.size == 341
@@ -82,6 +126,8 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do() -> None:
         tatami.plan(net(), speeds=SPEEDS, batch_size=4, workload=work)  # type: ignore[call-overload]
     with pytest.raises(InputError, match=r"takes a network .*not list"):
         tatami.plan([1, 2], speeds=SPEEDS, batch_size=4)  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match="a Cluster or the path of a cluster file, not dict"):
+        tatami.plan(work, cluster={})  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="speeds by name go with a cluster"):
         tatami.plan(work, speeds={"p0": 1.0})
     with pytest.raises(PlanError, match=r"^speeds must be a number > 0 for each rank, not 2$"):

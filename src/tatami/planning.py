@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from tatami import tiling
-from tatami.cluster import Cluster, fastest, listed_speeds
+from tatami.cluster import Cluster, fastest, listed_speeds, read_cluster
 from tatami.cluster.changes import changed, with_more, without
-from tatami.errors import InputError, MemoryLackError, PlanError
+from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
 from tatami.report.machines import display_names, machine_lines, machine_table
 from tatami.report.recommended import plan_table, recommendation, time_words
 from tatami.report.staged import staged_lines, staged_recommendation, staged_time_words
@@ -34,8 +35,7 @@ from tatami.tiling import (
     plan_stages,
     timeline,
 )
-from tatami.tiling.alphabeta import MEASURED_FROM
-from tatami.workload import Workload
+from tatami.workload import Workload, as_probed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Characters of a line, where nothing is said."""
 _ROUNDING = 1e-12
-_LEAST_MEMORY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +168,7 @@ class PlanComparison:
 def plan(
     model: nn.Module | Workload,
     *,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Path | str | None = None,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     batch_size: int | None = None,
     sample: Any = None,
@@ -180,7 +179,7 @@ def plan(
 def plan(
     model: str | AbstractPlanner = tiling.DEFAULT_PLANNER,
     *,
-    cluster: Cluster,
+    cluster: Cluster | Path | str,
     workload: Workload,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     cost: AbstractCost | None = None,
@@ -188,7 +187,7 @@ def plan(
 def plan(
     model: nn.Module | Workload | str | AbstractPlanner = tiling.DEFAULT_PLANNER,
     *,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Path | str | None = None,
     workload: Workload | None = None,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     batch_size: int | None = None,
@@ -205,12 +204,12 @@ def plan(
 
     Args:
         model: any network, or the `Workload` of one; or a planner, with `workload`.
-        cluster: the machines and their links: a `Cluster`, as `tatami.cluster.read_cluster` reads it from a file.
+        cluster: the machines and their links: a `Cluster`, or the path of a file that `tatami.cluster.read_cluster` reads.
         speeds: their relative speeds, in the order of the ranks; with a cluster, in place of its own.
         batch_size: the global batch. A workload has its own, and needs none.
         sample: inputs of the network for at least two samples, as for `tatami.tile`: without it only pairs of linear layers
-            are found.
-        planners: names in `tatami.tiling.PLANNERS`, or planners of your own; all that there are where None.
+            are found, and no pipeline stages.
+        planners: names in `tatami.tiling.PLANNERS`, or planners of your own; all that there are, and stages, where None.
         cost: what planners minimise, and, if it is an `AlphaBetaCost`, what predicts the time.
 
     Raises:
@@ -218,6 +217,8 @@ def plan(
         PlanError: neither a cluster nor speeds, unusable speeds, or no batch size.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
+    if isinstance(cluster, (str, Path)):
+        cluster = read_cluster(cluster)
     if isinstance(model, (str, AbstractPlanner)):
         if cluster is None or workload is None:
             raise PlanError(
@@ -232,7 +233,7 @@ def plan(
     if isinstance(model, Workload):
         work = model if batch_size is None else model.with_samples(batch_size)
     else:
-        work, summary = _followed(model, batch_size=batch_size, sample=sample)
+        work, summary = _followed(model, batch_size=batch_size, sample=sample, cluster=machines, with_stages=planners is None)
     return compared(planners, cluster=machines, workload=work, cost=cost, summary=summary, with_stages=planners is None)
 
 
@@ -369,8 +370,6 @@ def questions(
     for each in leave_out:
         names = [name.strip() for name in each.split(",")]
         found.append(Question(words=f"without {', '.join(names)}", cluster=without(cluster, names), workload=workload))
-    for question in found:
-        _refuse_missing_units(question, cluster)
     return tuple(found)
 
 
@@ -391,29 +390,21 @@ def answers(asked: Sequence[Question], *, cost: AbstractCost | None = None) -> t
     )
 
 
-def _refuse_missing_units(question: Question, asked: Cluster) -> None:
-    """A speed of 30 among speeds in flop/s, and a memory of 16 bytes, are numbers whose units were forgotten."""
-    before, is_measured = asked.by_name, min(asked.speeds.values()) >= MEASURED_FROM
-    for each in question.cluster.processors:
-        old = before.get(each.name)
-        if is_measured and each.speed < MEASURED_FROM:
-            raise InputError(f"{question.words!r}: a speed of {each.speed:g} flop/s, as the others' are; write 30Tflop/s")
-        if each.memory_bytes is not None and each.memory_bytes < _LEAST_MEMORY_BYTES and (old is None or old != each):
-            raise InputError(f"{question.words!r}: a memory of {each.memory_bytes} bytes; write 16GiB")
-
-
 def _samples(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise InputError(f"samples: must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
-def _followed(model: nn.Module, *, batch_size: int | None, sample: Any) -> tuple[Workload, str]:
-    """The workload of a network, and what of it is tiled in a line."""
+def _followed(
+    model: nn.Module, *, batch_size: int | None, sample: Any, cluster: Cluster, with_stages: bool
+) -> tuple[Workload, str]:
+    """The workload of a network on the CPUs of a cluster, as `tatami.tile` plans it, and what of it is tiled in a line."""
     from torch import nn
 
     from tatami.model.describing import describe
     from tatami.partition.blocks import find_blocks, workload_of
+    from tatami.partition.pieces import exact_pieces
 
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -422,13 +413,24 @@ def _followed(model: nn.Module, *, batch_size: int | None, sample: Any) -> tuple
     if batch_size is None:
         raise PlanError("how many samples has the global batch? Give batch_size")
     found = find_blocks(model, sample=sample)
-    work = workload_of(model, found, samples=batch_size)
-    return work, describe(model, found, workload=work).summary
+    work = as_probed(workload_of(model, found, samples=batch_size), cluster)
+    work = replace(work, overlaps_sums=len(set(cluster.host_of.values())) > 1)
+    summary = describe(model, found, workload=work).summary
+    if with_stages and sample is not None and cluster.size > 1:
+        try:
+            network = exact_pieces(model, found, sample)
+            network.refuse_few(2 if network.obstacle else 1)
+            work = replace(work, pieces=network.pieces_with(found, work.blocks))
+        except ModelError as error:
+            summary += f"; without pipeline stages: {error}"
+    return work, summary
 
 
 def _machines(cluster: Cluster | None, speeds: Mapping[str, float] | Sequence[float] | None) -> Cluster:
     if cluster is None and speeds is None:
-        raise PlanError("which machines? Give a cluster (tatami.cluster.read_cluster reads a file of tatami probe), or speeds")
+        raise PlanError("which machines? Give a cluster (the file of tatami probe, or a Cluster), or speeds")
+    if not isinstance(cluster, Cluster | None):
+        raise PlanError(f"cluster must be a Cluster or the path of a cluster file, not {type(cluster).__name__}")
     if cluster is not None:
         return cluster if speeds is None else tiling.with_speeds(cluster, speeds)
     if isinstance(speeds, Mapping):

@@ -196,6 +196,12 @@ def format_size(size_bytes: int, *, digits: int | None = None) -> str:
     return _SIZE.format(size_bytes, digits=digits) if digits is not None else _exact_size(size_bytes)
 
 
+def has_unit(value: object) -> bool:
+    """Whether `value` is a text with a unit, as "24 GiB"; a number is not."""
+    match = _NUMBER_THEN_UNIT.fullmatch(value) if isinstance(value, str) else None
+    return match is not None and match["unit"] is not None
+
+
 def parse_bandwidth(value: object) -> float:
     """Bytes per second of "1 Gbit/s", "125 MB/s", "10 Gbps" or a plain number.
 

@@ -61,12 +61,17 @@ def refused(*arguments: str) -> str:
         (["plan", "--speeds", "0,1"], "speeds[0]: must be > 0, not 0"),
         (["plan", "--speeds", "1,-2"], "speeds[1]: must be > 0, not -2"),
         (["plan", "--speeds", "1,nan"], "speeds[1]: must be a finite number > 0, not nan"),
+        (["plan", "--speeds", "1,5e11"], "speeds[0]: 1 flop/s next to 500 Gflop/s: write '1 Gflop/s' or another unit"),
         (["plan", "--speeds", "1,fast"], "speeds[1]: 'fast' is not a computing speed"),
         (
             ["plan", "--speeds", "1,1", "--planner", "best"],
             "there is no planner 'best'; choose one of even, grid, grid-rev, srpm",
         ),
         (["plan", "--speeds", "1,1", "--model", "cnn"], "there is no model 'cnn' here; choose gpt"),
+        (
+            ["plan", "--speeds", "1,1", "--model", "my.py"],
+            "planned in Python: tatami.plan(network, cluster=..., batch_size=...",
+        ),
         (["plan", "--speeds", "1,1", "--model", "gpt", "--heads", "5"], "a width of 768 does not divide by 5 heads"),
         (
             ["plan", "--speeds", "1,1", "--layers", "6"],
@@ -75,8 +80,11 @@ def refused(*arguments: str) -> str:
         (["plan", "--speeds", "1,1", "--net", "9-3-2", "--model", "gpt"], "--net 9-3-2 and --model gpt are two networks"),
         (["plan", "--speeds", "1,2", "--add", "name=p1,speed=1"], "name: 'p1' is taken already"),
         (["simulate", "tiling", "--speeds", "1,2", "--mtbf", "1h", "--stages", "2"], "--stages is not simulated together with"),
-        (["plan", "--speeds", "1e9,2e9", "--add", "speed=30"], "a speed of 30 flop/s, as the others' are; write 30Tflop/s"),
-        (["plan", "--speeds", "1e9,2e9", "--vary", "processors.p1.memory=16"], "a memory of 16 bytes; write 16GiB"),
+        (["plan", "--speeds", "1e9,2e9", "--add", "speed=30"], "speed: 30 flop/s next to 2 Gflop/s: write '30 Gflop/s'"),
+        (
+            ["plan", "--speeds", "1e9,2e9", "--vary", "processors.p1.memory=16"],
+            "memory: 16 without a unit is 16 bytes",
+        ),
         (["plan", "--speeds", "1,1", "--net", "9-2"], "network '9-2' has no hidden layer"),
         (["plan", "--speeds", "1,1", "--plot", "mats.gif"], "a picture is written as .png, .pdf, .svg, not as '.gif'"),
         (["plan", "nowhere.toml"], "cannot read the cluster file nowhere.toml"),
@@ -166,6 +174,11 @@ def test_is_refused_with_its_own_message(arguments: list[str], said: str) -> Non
     message = refused(*arguments)
     assert message.startswith("error: ")
     assert said in message
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--speeds", "1,1", "--samples", "0"], ["probe", "-n", "0"]])
+def test_a_number_out_of_range_is_shown(arguments: list[str]) -> None:
+    assert "greater than or equal to 1, not 0" in " ".join(refused(*arguments).replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

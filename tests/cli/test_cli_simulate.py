@@ -245,7 +245,7 @@ def test_planners_side_by_side_and_swept() -> None:
         ([*ALLREDUCE, "-n", "9"], "for 9 ranks, but oakforest-like has 8 hosts"),
         (["simulate", "allreduce", "--preset", "earth"], "no preset 'earth'; there are: oakforest-like"),
         (["simulate", "tiling"], "which machines?"),
-        ([*TILING, "--slow", "p0"], "--slow is NAME:FACTOR@iteration:N"),
+        ([*TILING, "--slow", "p0:3"], "TIME: p0:3@2s; not 'p0:3' (a part of it is missing)"),
         ([*TILING, "--slow", "p9:2@1s"], "no processor 'p9'"),
         ([*TILING, "--planner", "best"], "no planner 'best'"),
         ([*TILING, "--mtbf", "2s", "--update", "3"], "--update must be a fraction of an iteration from 0 to below 1, not 3"),

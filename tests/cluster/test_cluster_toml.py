@@ -47,10 +47,11 @@ def clusters(draw: st.DrawFn) -> Cluster:
     names = draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
     own = draw(st.dictionaries(st.sampled_from(hosts), OWN_LINKS))
     homes = {name: draw(st.sampled_from(hosts)) for name in names}
+    speeds = draw(st.sampled_from([st.floats(1e-12, 9e5), st.floats(1e6, 1e24)]))  # relative, or in flop/s
     processors = tuple(
         Processor(
             name=name,
-            speed=draw(st.floats(1e-12, 1e24)),
+            speed=draw(speeds),
             host=homes[name],
             link=own.get(homes[name]),
             memory_bytes=draw(st.none() | st.integers(1, 2**50)),
@@ -140,12 +141,12 @@ def test_text_as_a_person_would_write_it() -> None:
 def test_numbers_are_si_and_links_may_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
-        '[network]\nbandwidth = 1000\nlatency = 0.5\n[[processors]]\nname = "n"\nspeed = "2 Gflop/s"\nmemory = 7\ncount = 2\n'
+        "[network]\nbandwidth = 1e4\nlatency = 0.5\n[[processors]]\nname = 'n'\nspeed = '2 Gflop/s'\nmemory = 1048576\ncount=2"
     )
     cluster = read_cluster(path)
     assert cluster.local == LOCAL_LINK
-    assert cluster.network == Link(bandwidth_bytes_per_s=1000.0, latency_s=0.5)
-    assert cluster.processors == tuple(Processor(name=name, speed=2e9, memory_bytes=7) for name in ("n0", "n1"))
+    assert cluster.network == Link(bandwidth_bytes_per_s=1e4, latency_s=0.5)
+    assert cluster.processors == tuple(Processor(name=name, speed=2e9, memory_bytes=2**20) for name in ("n0", "n1"))
 
 
 ONE = '[[processors]]\nname = "a"\nspeed = 1\n'
@@ -291,13 +292,13 @@ def test_all_faults_at_once_each_with_its_path() -> None:
         ),
         (ONE + 'memory = "1e30 GB"', "processors[0].memory: must be at most 8,192 PiB, not '1e30 GB'"),
         (ONE + "[local]\nbandwidth = 1e308\nlatency = 0", "local.bandwidth: must be at most 8,000,000 Tbit/s, not 1e+308"),
-        (ONE + "[local]\nbandwidth = 1\nlatency = 1e308", "local.latency: must be at most 31,710 y, not 1e+308"),
+        (ONE + "[local]\nlatency = 1e308", "local.latency: must be at most 31,710 y, not 1e+308"),
         (
             ONE + '[network]\nbandwidth = "1 Gbit/s"\nlatency = "1 w"',
             "network: the latency of a link must be at most 60 s, not 604800 s",
         ),
         (
-            ONE + "[network]\nbandwidth = 1e-9\nlatency = 0",
+            ONE + "[network]\nbandwidth = '1e-9 B/s'\nlatency = 0",
             "network: the bandwidth of a link must be from 0.001 to 1e+18 bytes/s, not 1e-09",
         ),
         (
@@ -305,7 +306,7 @@ def test_all_faults_at_once_each_with_its_path() -> None:
             "processors[1].name: 'a1' is taken already, by processors[0]",
         ),
         (
-            ONE + 'host = "h"\n' + '[[links]]\nhosts = ["h", "h"]\nbandwidth = 1\nlatency = 0\n' * 2,
+            ONE + 'host = "h"\n' + '[[links]]\nhosts = ["h", "h"]\nbandwidth = 1e6\nlatency = 0\n' * 2,
             "links[1].hosts: this pair is taken already, by links[0]",
         ),
         (
@@ -314,6 +315,20 @@ def test_all_faults_at_once_each_with_its_path() -> None:
             + '[[processors]]\nname = "b"\nspeed = 1\nhost = "h"\n'
             + '[[processors]]\nname = "c"\nspeed = 1\nhost = "h"\nlink = "2 Gbit/s"',
             "processors[2].link: 'h' has another link, by processors[0]",
+        ),
+        (ONE + "memory = 8", "processors[0].memory: 8 without a unit is 8 bytes: write '8 GiB' or '8 MiB'"),
+        (ONE + "memory = '8'", "processors[0].memory: 8 without a unit is 8 bytes: write '8 GiB' or '8 MiB'"),
+        (ONE + "memory = -8", "processors[0].memory: must be > 0, not -8"),
+        (ONE + "memory = '-8 GiB'", "processors[0].memory: must be > 0, not -8 GiB"),
+        (ONE + "memory = 0", "processors[0].memory: must be > 0, not 0"),
+        (ONE + "link = 9999", "processors[0].link: 9999 without a unit is 9999 bytes/s: write '9999 Mbit/s' or '9999 Gbit/s'"),
+        (
+            ONE + "[network]\nbandwidth = 1000",
+            "network.bandwidth: 1000 without a unit is 1000 bytes/s: write '1000 Mbit/s' or '1000 Gbit/s'",
+        ),
+        (
+            ONE + '[[processors]]\nname = "b"\nspeed = 5e11',
+            "processors[0].speed: 1 flop/s next to 500 Gflop/s: write '1 Gflop/s' or another unit, or relative speeds for all",
         ),
         (ONE + "link = {}", "processors[0].link: give it a bandwidth or a latency"),
         (ONE + 'link = "1 GB"', "processors[0].link: '1 GB' is not a bandwidth"),
@@ -327,7 +342,7 @@ def test_one_fault(text: str, problem: str) -> None:
 
 def test_of_very_many_faults_the_first_are_told(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    links = "".join(f'[[links]]\nhosts = ["x{i}", "y{i}"]\nbandwidth = 1\nlatency = 0\n' for i in range(1000))
+    links = "".join(f'[[links]]\nhosts = ["x{i}", "y{i}"]\nbandwidth = 1e6\nlatency = 0\n' for i in range(1000))
     path.write_text('[[processors]]\nname = "a"\nspeed = 1\nhost = "h"\n' + links)
     with pytest.raises(ClusterError) as caught:
         read_cluster(path)

@@ -9,7 +9,7 @@ from tatami.errors import InputError
 from tatami.planning import answers, compared, questions
 from tatami.report import answer_table, blank, draw_answers
 from tatami.report.machines import display_names, machine_lines, machine_table
-from tatami.report.recommended import plan_table, recommendation
+from tatami.report.recommended import obstacles, plan_table, recommendation
 from tatami.tiling import AlphaBetaCost, Obstacle, Plan, PlanLimits, compare, limits, plan, timeline
 from tatami.workload import Workload, gpt_workload
 
@@ -113,6 +113,18 @@ def test_the_link_that_holds_a_plan_back_is_named(link: OwnLink, obstacle: Obsta
     assert max(limit.lost_s, key=lambda each: limit.lost_s[each]) is obstacle
     text = str(compared(["weighted"], cluster=cluster, workload=GPT))
     assert words in text
+
+
+@pytest.mark.parametrize(("latency", "told"), [(0.4, [0.4]), (0.3, [0.3, 0.04]), (0.04, [])])
+def test_what_is_not_named_is_a_line_where_it_is_above_a_tenth(latency: float, told: list[float]) -> None:
+    """Calls take 4 % of an iteration, which is not worth a line of its own."""
+    found, _ = found_limits(HOME, GPT)
+    whole_s = found.predicted_s
+    lost_s = {Obstacle.CALLS: 0.04 * whole_s, Obstacle.LATENCY: latency * whole_s}
+    limit = PlanLimits(ideal_s=whole_s - sum(lost_s.values()), lost_s=lost_s)
+    shown = list(obstacles(found, cluster=HOME, found=limit))
+    assert [seconds for _, seconds in shown] == pytest.approx([part * whole_s for part in told])
+    assert [words for words, _ in shown] == ["latency of the network between hosts (200 us)", "other"][: len(told)]
 
 
 def test_plans_that_are_the_same_are_one_row() -> None:

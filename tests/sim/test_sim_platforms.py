@@ -68,7 +68,7 @@ def test_every_fault_of_a_file_with_its_path(tmp_path: Path) -> None:
         "fabric: must be one of tcp, rdma, not 'pigeon'",
         "groups[0].count: must be a whole number from 1 to 200,000, not 0",
         "groups[0].groups[0].speed: must be > 0, not 0",
-        "groups[0].groups[0].link.bandwidth: must be >= 0, not -1",
+        "groups[0].groups[0].link.bandwidth: must be > 0, not -1",
         "groups[1].name: is missing",
         "groups[1].nam: unknown key; did you mean name?",
     ):
@@ -82,7 +82,7 @@ def test_every_fault_of_a_file_with_its_path(tmp_path: Path) -> None:
         ("groups = 3", "groups: must be a list of tables: head each with double brackets"),
         ("groups = [1]", "groups[0]: must be a table, not 1"),
         ('[[groups]]\nname = "a"\nlink = 3', "groups[0].link: must be a table, not 3"),
-        ('[[groups]]\nname = "a"\nlink = { bandwidth = 1, fat = 3 }', "groups[0].link.fat: must be true or false, not 3"),
+        ('[[groups]]\nname = "a"\nlink = { bandwidth = 1e6, fat = 3 }', "groups[0].link.fat: must be true or false, not 3"),
         ('[[groups]]\nname = "a"\n[backbone]\nlatency = 1', "backbone.bandwidth: is missing"),
         (
             '[[groups]]\nname = "a"\nspeed = 1\n[[groups.groups]]\nname = "b"',

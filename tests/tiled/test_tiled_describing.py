@@ -63,7 +63,7 @@ def test_what_is_repeated_is_counted_as_what_is_split() -> None:
 
 
 def test_the_products_of_a_bilinear_layer_are_counted() -> None:
-    """Those that are repeated, and those that are split: per sample 2 x 6 x 6 x 8, with the gradient of the weight, and 8 activations."""
+    """Those that are repeated, and those that are split: 2 x 6 x 6 x 8 a sample and the gradient of the weight, and 8 activations."""
 
     class Net(nn.Module):
         def __init__(self, last: nn.Module) -> None:
@@ -127,7 +127,7 @@ def test_frozen_layers_are_counted_and_every_layer_with_much_work_has_a_reason()
     parts = {name: part for part in found.repeated for name in part.names if part.reason}
     assert parts["gpt_layer.mlp.c_fc.a"].reason == "what sums over its 2 outputs is split along an axis with more weights"
     assert parts["cell"].reason == "every step of a recurrent layer needs its whole state"
-    # Of each of 6 letters the products with the weights of the input and of the state, and a copy: forward alone, as all is frozen.
+    # Of each of 6 letters the products with the weights of the input and of the state, and a copy: all is frozen.
     cell = 2 * 6 * 96 * (12 + 24) + ELEMENT_FLOP * 6 * 12
     assert parts["cell"].flop_fraction == pytest.approx(cell / whole_flop(model), rel=0.01)
     assert (parts["cell"].parameters, parts["cell"].frozen) == (0, 96 * (12 + 24 + 2))

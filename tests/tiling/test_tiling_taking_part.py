@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 import brute_force
 from tatami.cluster import Cluster, Link, Processor, SpeedTable
+from tatami.sim.platforms import ClusterPlatform
+from tatami.sim.tiling import TilingJob, rehearse
 from tatami.tiling import AlphaBetaCost, Layout, Replica, plan
 from tatami.tiling.left_out import Reason
 from tatami.tiling.memory import memory_bytes
@@ -84,6 +86,15 @@ def test_the_reason_is_what_would_have_to_be_better(
     assert ("timed leaves out b: " in told) == (reason is not None)
 
 
+@pytest.mark.parametrize(("samples", "reason"), [(16, Reason.SAMPLES), (18, None)])
+def test_whole_samples_that_cannot_be_divided_further_are_a_reason(samples: int, reason: Reason | None) -> None:
+    """Eight machines compute 2 of 16 samples each, and one more would not make that 1; of 18 samples it takes 2."""
+    found, told = planned(*(machine(f"m{index}", 1e12) for index in range(9)), network=FAST, workload=GPT.with_samples(samples))
+    assert set(found.reasons.values()) == ({reason} if reason else set())
+    assert len(found.left_out) == (reason is not None)
+    assert ("as 16 whole samples cannot be divided further" in told) == (reason is not None)
+
+
 def test_a_slow_network_leaves_the_fastest_machine_alone_in_as_many_micro_batches_as_it_needs() -> None:
     pcs = [machine("small", 9e12, memory="8 GiB"), machine("big", 1.4e13, memory="12 GiB")]
     found, told = planned(*pcs)
@@ -95,6 +106,22 @@ def test_a_slow_network_leaves_the_fastest_machine_alone_in_as_many_micro_batche
     kept = memory_bytes(fewer, workload=GPT)["big"]
     assert kept > 12 * 2**30, "no fewer would do"
     assert "leaves out small" in told
+
+
+@pytest.mark.parametrize(
+    "workload", [Workload.mlp(203, 80, 26, samples=64), gpt_workload(layers=4, width=64, heads=4, tokens=16, samples=8)]
+)
+def test_what_ranks_without_a_tile_hear_is_priced_as_it_is_simulated(workload: Workload) -> None:
+    """One machine computes, and three others in the run keep the weights that every rank repeats."""
+    cluster = Cluster(processors=tuple(machine(name, 1e12) for name in "abcd"), network=GIGABIT)
+    alone = Layout(replicas=(Replica(width=1.0, processors=("a",), heights=(1.0,)),))
+    job = TilingJob(platform=ClusterPlatform(cluster=cluster), cluster=cluster, workload=workload, layout=alone, iterations=2)
+    price = AlphaBetaCost().price(alone, cluster=cluster, workload=workload)
+    assert price.gradients > 0
+    assert price.total == pytest.approx(rehearse(job).iteration_s[-1], rel=0.1)
+    assert AlphaBetaCost().price(alone, cluster=cluster.only(["a"]), workload=workload).gradients == 0
+    planned = plan(cluster=cluster, workload=workload, idle=True)
+    assert planned.predicted_s <= price.total
 
 
 def test_groups_with_fast_links_are_found() -> None:

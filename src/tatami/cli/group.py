@@ -32,7 +32,9 @@ class Commands(TyperGroup):
             except BrokenPipeError:
                 raise  # `tatami ... | head`: click ends quietly
             except USAGE_ERROR as error:
-                error.message = shortened(error.message, longest=_LONGEST_LINE)
+                found: list[Any] = getattr(error.__context__, "errors", list)()  # pydantic's, which do not show the value
+                seen = f", not {found[0]['input']}" if found else ""
+                error.message = shortened(error.message + seen, longest=_LONGEST_LINE)
                 raise
             except (TatamiError, OSError, MemoryError) as error:
                 code = BAD_INPUT if isinstance(error, InputError | MissingExtraError) else FAILED

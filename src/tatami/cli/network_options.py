@@ -21,9 +21,11 @@ class NetworkOptions:
     """A network and its batch; the help texts of the options describe the fields."""
 
     net: Annotated[str, typer.Option(help="Layer sizes: inputs-hidden-...-outputs.")] = "203-80-26"
-    samples: Annotated[int, typer.Option(min=1, help="Global batch size, in samples; in sequences for a GPT.")] = 1024
+    samples: Annotated[int, typer.Option(min=1, help="Global batch size, in samples; for a GPT in sequences.")] = 1024
     wire: Annotated[str | None, optional(metavar="NAME", help="Dtype in which sums are sent: bfloat16 or float16.")] = None
-    model: Annotated[str | None, _gpt(metavar="gpt", help="Model to use instead of --net.", show_default=False)] = None
+    model: Annotated[
+        str | None, _gpt(metavar="gpt", help="Model to use instead of --net; give --samples, too.", show_default=False)
+    ] = None
     layers: Annotated[int, _gpt(min=1, help="Number of layers.")] = 12
     width: Annotated[int, _gpt(min=1, help="Embedding width.")] = 768
     heads: Annotated[int, _gpt(min=1, help="Number of attention heads.")] = 12
@@ -47,7 +49,10 @@ class NetworkOptions:
         if self.model is None:
             return replace(net_workload(self.net, samples=samples), wire=self.wire, overlaps_sums=True)
         if self.model != "gpt":
-            raise InputError(f"there is no model {self.model!r} here; choose gpt, or give --net the sizes of the layers")
+            raise InputError(
+                f"there is no model {self.model!r} here; choose gpt, or give --net the sizes of the layers. One of your own "
+                "is planned in Python: tatami.plan(network, cluster=..., batch_size=..., sample=...)"
+            )
         found = gpt_workload(
             layers=self.layers,
             width=self.width,
@@ -62,4 +67,4 @@ class NetworkOptions:
     @property
     def called(self) -> str:
         """Return the name of the network for titles."""
-        return self.net if self.model is None else f"a GPT of {self.layers} layers"
+        return self.net if self.model is None else f"a GPT of {self.layers} layer{'s' if self.layers > 1 else ''}"

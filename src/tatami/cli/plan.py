@@ -19,7 +19,9 @@ from tatami.errors import InputError, shortened
 from tatami.planning import Answer, PlanComparison, answers, compared, questions
 from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, save
 from tatami.report.recommended import is_same
+from tatami.report.words import wrapped
 from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
+from tatami.units import format_bandwidth, format_duration
 from tatami.workload import Workload, has_blocks_of
 
 _what_if = partial(typer.Option, rich_help_panel="What if", show_default=False)
@@ -41,7 +43,11 @@ class PlanJob(NetworkOptions):
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
     ] = None
     speeds: Annotated[
-        str | None, typer.Option(help="Relative speeds, one for each rank, instead of a file or of the speeds in it.")
+        str | None,
+        typer.Option(
+            help="Relative speeds, one for each rank, instead of a file (all are then on one host, with 40 Gbit/s) "
+            "or of the speeds in it."
+        ),
     ] = None
     planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Use only these planners; may be repeated.")] = None
     stages: Annotated[int | None, optional(min=1, help="Number of pipeline stages; 1: none.")] = None
@@ -120,6 +126,10 @@ def plan(job: PlanJob) -> None:
     show(*[each for part in parts for each in (part, "")][:-1])
     if job.planner and len(plans) == 1:
         show("", draw_text(found.best.tiling, speeds=_speeds(found.best, machines), width=72))
+    if job.cluster is None and machines.size > 1:
+        link = f"{format_bandwidth(machines.local.bandwidth_bytes_per_s)} and {format_duration(machines.local.latency_s)}"
+        text = f"Given --speeds without a cluster file, all {machines.size} ranks are on one host, with {link} between them."
+        show("", wrapped(text, width=width()))
     if job.plot is not None:
         show(f"drew {found.best.planner} to {job.plot}")
 

@@ -28,6 +28,7 @@ EPILOG = epilog(
     "tatami probe -n 4 --model net.py --samples 64 -o cluster.toml",
     "Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml",
 )
+OF_A_MODEL = "tatami.plan(network, cluster=..., batch_size=..., sample=...) and tatami.tile(speeds=...), in Python"
 _STRAYED = 0.5
 """Spread of a rank's timings, as a fraction of its speed, above which `probe` warns."""
 
@@ -75,7 +76,7 @@ def probe(
             network, sample = read_model(model)
             cluster = measure_for(network, comm, sample=sample, batch_size=samples, device=device)
         if comm.rank == 0:
-            following = f"tatami plan {output} --net {net} --samples {samples}" if model is None else "tatami.tile(speeds=...)"
+            following = f"tatami plan {output} --net {net} --samples {samples}" if model is None else OF_A_MODEL
             _tell(cluster, following=following, output=output, force=force, as_json=as_json)
 
     on_ranks(body, ranks=ranks or started or 2, backend=backend, hosts=hosts)

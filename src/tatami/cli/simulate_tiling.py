@@ -16,6 +16,7 @@ from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses,
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster
+from tatami.cluster.tables import nearest
 from tatami.errors import InputError, shortened
 from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
@@ -47,7 +48,7 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
     cluster: Annotated[
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
     ] = None
-    speeds: Annotated[str | None, typer.Option(help="Relative speeds, instead of a file.")] = None
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds of ranks of one host, instead of a file.")] = None
     planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners to simulate.")] = DEFAULT_PLANNER
     iterations: Annotated[int, typer.Option(min=1, help="Number of iterations.")] = 20
     stages: Annotated[int | None, optional(min=1, help="Pipeline stages of a GPT (--model gpt); 1: none.")] = None
@@ -108,6 +109,9 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         late = [each.processor for each in slowed if (each.at_iteration or 0) > iterations]
         if late:
             warnings.warn(f"{', '.join(late)}: --slow begins after the last of {iterations} iterations", stacklevel=2)
+        for each in slowed:
+            if each.processor not in machines.by_name:
+                raise InputError(f"--slow: there is no processor {each.processor!r}{nearest(each.processor, machines.by_name)}")
         changes = (*slowed, *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
@@ -152,6 +156,9 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     progress.finish()
     if not job.as_json:
         show(_table(labels, found, title=f"{job.called}, {machines.size} processors"))
+        for label, own in zip(labels, jobs, strict=True):
+            if isinstance(own.layout, Layout) and (idle := own.cluster.size - len(own.layout.processors)):
+                show(f"{label}: {idle} machines have no work and still hear the gradients of weights that every rank has")
         for label, run in zip(labels, found, strict=True):
             for decision in run.decisions:
                 show(f"{label}: {decision.reason}")
@@ -189,7 +196,7 @@ def _layout(job: SimulateTilingJob, planner: str, *, cluster: Cluster, workload:
         raise InputError("with --stages, --retile checks every iteration: leave out --every")
     if planner != DEFAULT_PLANNER or job.stages == 1 or job.every is not None or job.trace is not None:
         workload = replace(workload, pieces=())
-    return fastest_plan(planner, cluster=cluster, workload=workload, stages=job.stages).layout
+    return fastest_plan(planner, cluster=cluster, workload=workload, stages=job.stages, idle=True).layout
 
 
 def _rehearse(job: TilingJob | StagedJob) -> TilingRun:
@@ -255,7 +262,7 @@ def _change(text: str) -> Change:
     factor, at, when = rest.partition("@")
     try:
         if not (colon and at):
-            raise ValueError(text)
+            raise ValueError("a part of it is missing")
         return change_at(when, processor=name, slower=float(factor))
     except ValueError as error:
         raise InputError(f"--slow is NAME:FACTOR@iteration:N or NAME:FACTOR@TIME: p0:3@2s; not {text!r} ({error})") from None
@@ -281,6 +288,7 @@ def _table(labels: Sequence[str], found: Sequence[TilingRun], *, title: str) -> 
             "planner": label,
             "first\niteration": format_duration(run.iteration_s[0], digits=4),
             "last\niteration": format_duration(run.iteration_s[-1], digits=4),
+            "iterations": f"{len(run.iteration_s):,}",
             "all": format_duration(run.total_s, digits=4),
             "slowest /\nfastest": f"{run.compute_s[-1][0] / run.compute_s[-1][1]:.2f}",
             "re-mappings": str(sum(decision.remaps for decision in run.decisions)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from tatami.cluster.cluster import Cluster, Processor
 from tatami.cluster.link import OwnLink
+from tatami.cluster.speed_table import missing_units
 from tatami.cluster.tables import ProcessorTable, bandwidth_of, memory_of, nearest, plain_speed, structure_as
 from tatami.errors import ClusterError, InputError, shortened
 from tatami.units import parse_duration
@@ -41,7 +42,10 @@ def changed(cluster: Cluster, path: str, value: str) -> Cluster:
         raise InputError(f"{path}: there is nothing of this name to vary; choose one of {', '.join(PATHS)}, samples")
     names = named(cluster, [name])
     if key == "speed":
-        change: dict[str, Any] = {"speed": _read(path, value, plain_speed)}
+        speed = _read(path, value, plain_speed)
+        change: dict[str, Any] = {"speed": speed}
+        for problem in missing_units([speed, *(each.speed for each in cluster.processors if each.name not in names)]).values():
+            raise InputError(f"{path}: {problem}")
     elif key == "memory":
         change = {"memory_bytes": _read(path, value, memory_of)}
     else:
@@ -113,7 +117,8 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
     if read is None:
         raise ClusterError(f"{text!r} does not describe a machine:", problems=problems)
     more: tuple[Processor, ...] = read.processors()
-    if clashes := [f"name: {each.name!r} is taken already" for each in more if each.name in cluster.by_name]:
+    clashes = [f"speed: {problem}" for problem in missing_units([more[0].speed, *cluster.speeds.values()]).values()][:1]
+    if clashes := [*clashes, *(f"name: {each.name!r} is taken already" for each in more if each.name in cluster.by_name)]:
         raise ClusterError(f"{text!r} does not describe a new machine:", problems=clashes)
     return replace(cluster, processors=(*cluster.processors, *more))
 

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, final
 
 from tatami.errors import ClusterError, InputError, shortened
-from tatami.units import LARGEST_SPEED, parse_speed
+from tatami.units import LARGEST_SPEED, format_speed, parse_speed
 
 SMALLEST_SPEED = 1e-12
+MEASURED_FROM = 1e6
+"""Where the fastest is no slower, speeds are flop/s: relative speeds do not go up to a million."""
 
 
 def parse_speeds(text: str, *, expected: int | None = None) -> tuple[float, ...]:
@@ -38,12 +40,24 @@ def parse_speeds(text: str, *, expected: int | None = None) -> tuple[float, ...]
             values.append(_speed(part.strip()))
         except InputError as error:
             problems.append(f"speeds[{index}]: {error}")
+    problems += [f"speeds[{index}]: {problem}" for index, problem in missing_units(values).items() if not problems]
     problems += _wrong_number(len(parts), expected=expected)
     if problems:
         raise ClusterError(
             f"--speeds {shortened(text)!r} cannot be used; write numbers > 0, as in '1,1.5,2':", problems=problems
         )
     return tuple(values)
+
+
+def missing_units(speeds: Sequence[float]) -> dict[int, str]:
+    """What is wrong with each speed whose unit was forgotten, by index: a relative speed among others in flop/s."""
+    most = max(speeds, default=0.0)
+    small = {index: speed for index, speed in enumerate(speeds) if speed < MEASURED_FROM <= most}
+    return {
+        index: f"{speed:g} flop/s next to {format_speed(most, digits=3)}: write '{speed:g} Gflop/s' or another unit, or "
+        "relative speeds for all"
+        for index, speed in small.items()
+    }
 
 
 def check_speeds(speeds: Sequence[float], *, expected: int | None = None) -> None:

@@ -17,12 +17,17 @@ from tatami.cluster.cluster import MOST_PROCESSORS, Processor
 from tatami.cluster.link import Link, OwnLink, link_problems
 from tatami.cluster.speed_table import SpeedTable, points_problem, speed_problem
 from tatami.errors import ClusterError, InputError, shortened
-from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size, parse_speed
+from tatami.units import has_unit, parse_bandwidth, parse_duration, parse_flop, parse_size, parse_speed
 
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
 _SIZES = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8}){2,999}")
 """Layer sizes of a network, as `tatami.workload.parse_net` reads them."""
+_LEAST_MEMORY_BYTES = 1 << 20
+_LEAST_BANDWIDTH_BYTES_PER_S = 1e4
+"""Of a smaller number the unit was forgotten."""
+_MEMORY_UNITS = ("bytes", "GiB", "MiB")
+_BANDWIDTH_UNITS = ("bytes/s", "Mbit/s", "Gbit/s")
 _Number = TypeVar("_Number", int, float)
 _Kind = TypeVar("_Kind")
 Field = Any
@@ -290,15 +295,26 @@ def _shown(value: object) -> str:
 
 
 def bandwidth_of(value: object) -> float:
-    """In bytes/s, as `parse_bandwidth` reads it; above 0."""
-    return positive(value, parse_bandwidth(value))
+    """In bytes/s, as `parse_bandwidth` reads it; above 0, and no small number whose unit was forgotten."""
+    return _with_unit(value, positive(value, parse_bandwidth), least=_LEAST_BANDWIDTH_BYTES_PER_S, units=_BANDWIDTH_UNITS)
 
 
 def memory_of(value: object) -> int:
-    return positive(value, parse_size(value))
+    """In bytes, as `bandwidth_of`."""
+    return _with_unit(value, positive(value, parse_size), least=_LEAST_MEMORY_BYTES, units=_MEMORY_UNITS)
 
 
-def positive(seen: object, value: _Number) -> _Number:
-    if value <= 0:
-        raise InputError(f"must be > 0, not {shortened(str(seen))}")
-    return value
+def positive(value: object, parse: Callable[[object], _Number]) -> _Number:
+    """What `parse` makes of a quantity, which must be above 0."""
+    is_negative = value.lstrip().startswith("-") if isinstance(value, str) else isinstance(value, int | float) and value < 0
+    if is_negative or (found := parse(value)) <= 0:
+        raise InputError(f"must be > 0, not {shortened(str(value))}")
+    return found
+
+
+def _with_unit(value: object, number: _Number, *, least: float, units: tuple[str, str, str]) -> _Number:
+    if number < least and not has_unit(value):
+        si, usual, other = units
+        seen = shortened(str(value))
+        raise InputError(f"{seen} without a unit is {seen} {si}: write '{seen} {usual}' or '{seen} {other}'")
+    return number

@@ -1,7 +1,7 @@
 """A cluster as a TOML file, as a person writes it and as `tatami probe` does.
 
 [local]                                   # between processors of one host; may be left out
-bandwidth = "40 Gbit/s"                   # text with a unit, or a number in bytes/s
+bandwidth = "40 Gbit/s"                   # text with a unit, or a number in bytes/s, from 10,000
 latency = "5 us"                          # ... or in seconds
 
 [network]                                 # between hosts; may be left out, and is then 1 Gbit/s and 50 us, as is what it
@@ -20,7 +20,7 @@ step = "2 ms"                             # the same of an iteration, however fe
 host = "cpu{i}"                           # cpu0 ... cpu3; left out, each processor is a host of its own, with its own name
 link = "50 Mbit/s"                        # its host's own link to all others, or { bandwidth = "50 Mbit/s", latency = "5 ms" };
                                           # between two hosts the slower one counts; may be left out, and is then the network
-memory = "24 GiB"                         # may be left out
+memory = "24 GiB"                         # or a number in bytes, from 1 MiB; may be left out
 count = 4                                 # may be left out
 
 [[links]]                                 # an exception for two hosts, or for one: its own local link
@@ -43,7 +43,7 @@ from typing import Any
 
 from tatami.cluster.cluster import MOST_PROCESSORS, Cluster
 from tatami.cluster.link import LOCAL_LINK, NETWORK_LINK, Link, OwnLink
-from tatami.cluster.speed_table import SpeedTable
+from tatami.cluster.speed_table import SpeedTable, missing_units
 from tatami.cluster.tables import ClusterFile, nearest, numbered, structure
 from tatami.errors import MOST_PROBLEMS, ClusterError, shortened, warn
 from tatami.inputs import read_toml
@@ -69,6 +69,9 @@ def cluster_of(tables: Mapping[str, Any], *, source: Path | str) -> Cluster:
         problems.append(f"processors: {num_processors:,} are too many; at most {MOST_PROCESSORS:,}")
     else:
         problems += _clashes(tables) + (_link_clashes(file) if file is not None else [])
+    if file is not None:
+        forgotten = missing_units([table.speed for table in file.processors])
+        problems += [f"processors[{index}].speed: {problem}" for index, problem in forgotten.items()]
     if problems or file is None:
         raise ClusterError(f"{source} cannot be used as a cluster:", problems=problems)
     _warn_assumed(file, source=source)

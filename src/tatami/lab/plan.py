@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tatami.cluster import Cluster, Link, OwnLink
+from tatami.cluster.speed_table import MEASURED_FROM
 from tatami.errors import ClusterError, InputError, shortened
-from tatami.tiling.alphabeta import MEASURED_FROM
 
 LARGEST_SHARE = 0.95
 """Largest share of a core for one rank: what is left is for the kernel's own work, which comes to every core."""

@@ -28,7 +28,7 @@ from tatami.model.overheads import measure_messages
 from tatami.model.whole_state import gathered_weights
 from tatami.partition.blocks import Blocks, find_blocks, without_blocks, workload_of
 from tatami.partition.exactness import BATCH_NORMS, RandomDraws
-from tatami.partition.pieces import RecordedNetwork, record_network
+from tatami.partition.pieces import RecordedNetwork, exact_pieces
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.settings import take_hooks
@@ -392,8 +392,7 @@ def _recorded(
 ) -> RecordedNetwork | None:
     """The network as pieces that stages can share out; None where it cannot be divided, and need not be."""
     try:
-        without_blocks(whole, found, random=random)
-        network = record_network(whole, Sample.of(sample))
+        network = exact_pieces(whole, found, sample, random=random)
         network.refuse_few(fewest)
         return network
     except ModelError:

@@ -6,12 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from tatami.errors import ModelError
-from tatami.partition.blocks import FOLLOWING, Blocks, copies_untrained
+from tatami.partition.blocks import FOLLOWING, Blocks, copies_untrained, without_blocks
+from tatami.partition.exactness import RandomDraws
 from tatami.partition.tracing.flop_counting import PassFlop
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import Sample
@@ -120,6 +122,16 @@ class RecordedNetwork:
         """
         self.refuse_few(max(cuts, default=0) + 1)
         return Staging(program=self.program, cuts=tuple(self.firsts[cut] for cut in cuts))
+
+
+def exact_pieces(model: nn.Module, found: Blocks, sample: Any, *, random: RandomDraws = "plain") -> RecordedNetwork:
+    """`record_network`, of a network that stages compute exactly.
+
+    Raises:
+        ModelError: stages could not compute it exactly, or its forward pass cannot be recorded.
+    """
+    without_blocks(model, found, random=random)
+    return record_network(model, Sample.of(sample))
 
 
 def record_network(model: nn.Module, sample: Sample) -> RecordedNetwork:

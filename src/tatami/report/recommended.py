@@ -244,6 +244,8 @@ def seconds_words(seconds: float) -> str:
 
 _LEAST_LOST = 0.05
 """Smallest part of an iteration that is worth a line."""
+_LEAST_REST = 0.1
+"""Smallest part of the difference that is worth a line of what is not named."""
 _MOST_LINKS = 3
 _WORDS = {
     Obstacle.MESSAGES: "CPU time of sending, receiving and copying messages",
@@ -254,10 +256,12 @@ _WORDS = {
 
 
 def obstacles(plan: Plan, *, cluster: Cluster, found: PlanLimits) -> Iterator[tuple[str, float]]:
-    """The obstacles that take 5 % of an iteration or more, in words and in seconds, the largest first."""
+    """The obstacles that take 5 % of an iteration or more, in words and in seconds, the largest first, and the others."""
+    difference_s = rest_s = plan.predicted_s - found.ideal_s
     for obstacle, seconds in sorted(found.lost_s.items(), key=lambda pair: -pair[1]):
         if seconds < _LEAST_LOST * plan.predicted_s:
-            return
+            break
+        rest_s -= seconds
         if obstacle is Obstacle.UNUSED:
             number = cluster.size - len(plan.layout.processors)
             yield f"{number} machine{'s' if number > 1 else ''} without work", seconds
@@ -267,6 +271,8 @@ def obstacles(plan: Plan, *, cluster: Cluster, found: PlanLimits) -> Iterator[tu
             yield f"latency of {_slowest_link(plan, cluster=cluster, obstacle=obstacle)}", seconds
         else:
             yield _WORDS[obstacle], seconds
+    if _LEAST_REST * difference_s < rest_s < difference_s:
+        yield "other", rest_s
 
 
 def _slowest_link(plan: Plan, *, cluster: Cluster, obstacle: Obstacle) -> str:

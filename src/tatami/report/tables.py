@@ -8,10 +8,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from tatami.cluster import Cluster, SpeedTable
+from tatami.cluster.speed_table import MEASURED_FROM
 from tatami.errors import InputError, MissingExtraError
 from tatami.report.measured_rounds import Efficiency
 from tatami.tiling import Plan, tile_flop
-from tatami.tiling.alphabeta import MEASURED_FROM
 from tatami.units import format_duration, format_flop, format_speed
 
 if TYPE_CHECKING:

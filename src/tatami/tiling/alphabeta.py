@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 
 from tatami.cluster import Cluster
+from tatami.cluster.speed_table import MEASURED_FROM
 from tatami.errors import PlanError
 from tatami.tiling.compute import compute_s, idle_s, scatter
 from tatami.tiling.cost import AbstractCost, Cost
@@ -36,8 +37,6 @@ from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
 """What a processor of relative speed 1 does in a second where nothing was measured."""
-MEASURED_FROM = 1e6
-"""Where the fastest is no slower, speeds are flop/s: relative speeds do not go up to a million."""
 _NOTHING = 1e-9
 """Rounding of shares that were added and subtracted."""
 _LOOKED_AT = 8
@@ -214,7 +213,7 @@ def gradient_sums_s(
     late = late_share(workload)
     num_replicas = len(layout.replicas)
     if num_replicas == 1:
-        return [0.0] * len(layout.processors)
+        return [_to_idle_s(layout, workload, links)] * len(layout.processors)
     own = [links.cluster.by_name[name] for name in layout.processors]
     riders = riding_elements(workload, replicas=num_replicas)
     ranks, num_blocks = len(links.cluster.processors), len(workload.blocks)
@@ -264,6 +263,20 @@ def gradient_sums_s(
         + 2 * buckets * rounds * messages * processor.message_s
         for wire, copied, latency_s, messages, processor in zip(wire_s, copied_s, latencies_s, neighbours, own, strict=True)
     ]
+
+
+def _to_idle_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
+    """What it takes the ranks without a tile, if there are any, to hear the gradients of what every rank repeats from the only
+    replica: they keep those weights."""
+    names = tuple(links.cluster.by_name)
+    if len(names) == len(layout.processors):
+        return 0.0
+    riders = riding_elements(workload, replicas=1)
+    if riders > RIDE_ALONG_ELEMENTS:
+        return sums_s(sum_algorithm([links.host[name] for name in names]), names, [(1, riders)], workload, links)
+    link, idle = links.among(names), len(names) - len(layout.processors)
+    message_s = links.cluster.message_s[layout.processors[0]]
+    return link.latency_s + idle * (riders * workload.wire_bytes / link.bandwidth_bytes_per_s + message_s)
 
 
 def _gradients_at_least_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:

@@ -21,6 +21,7 @@ class Reason(Enum):
     NO_WORK = "too slow for one sample and one unit"
     SPEED = "too slow to make an iteration shorter"
     MEMORY = "too little memory to make an iteration shorter"
+    SAMPLES = "whole samples cannot be divided further"
     LINK = "sending takes longer than the work saves"
     MESSAGES = "messages and calls take longer than the work saves"
 
@@ -83,6 +84,7 @@ def _why(reason: Reason, names: list[str], *, cluster: Cluster, workload: Worklo
     because = {
         Reason.SPEED: "they are too slow beside the others to save time",
         Reason.MEMORY: "they have too little memory for a share that would save time",
+        Reason.SAMPLES: f"{workload.samples} whole samples cannot be divided further",
         Reason.LINK: "what travels over their link would take longer than their work saves",
         Reason.MESSAGES: "their messages and calls would take longer than their work saves",
     }[reason]

@@ -45,6 +45,8 @@ _MOST_LEVELS = 6
 _IDEAL = Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)
 WORTH_PLANNING = 1.1
 """A set whose quick price is higher by more than this than the best plan is not planned."""
+_HALVINGS = 60
+"""Of the span in which the time of whole samples lies: the resolution of a float."""
 _WORTH = 0.01
 """Fraction of an iteration that a processor must save, if only its speed counted, not to be too slow."""
 
@@ -347,12 +349,26 @@ def reason_for(
         quick = QuickPrices(_idealized(cluster, **ideal), workload=workload, cost=cost, idle=idle, depths=depths)
         return quick.of(chosen | gone) < (1 - _WORTH) * quick.of(chosen)
 
+    fleet = at_equal_times(cluster, workload=workload).processors
+    own, all_ = ([float(fleet[rank].speed) for rank in ranks] for ranks in (chosen, chosen | gone))
+    is_worth = math.fsum(own) < (1 - _WORTH) * math.fsum(all_)
+    if depth == 1 and is_worth and _whole_s(all_, workload.samples) >= (1 - _WORTH) * _whole_s(own, workload.samples):
+        return Reason.SAMPLES
     if not saves(links=True, messages=True, memory=True):
         return Reason.SPEED
     if cluster.memory_known and saves(memory=True):
         return Reason.MEMORY
     costs = any(each.message_s or each.call_s or each.step_s or each.copy_bytes_per_s < math.inf for each in cluster.processors)
     return Reason.MESSAGES if costs and saves(messages=True) else Reason.LINK
+
+
+def _whole_s(speeds: Sequence[float], samples: int) -> float:
+    """When the last of these processors is done with its share of whole samples, in samples over speed."""
+    low, high = samples / math.fsum(speeds), (samples + len(speeds)) / math.fsum(speeds)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(int(middle * speed) for speed in speeds) >= samples else (middle, high)
+    return high
 
 
 def _idealized(cluster: Cluster, *, links: bool = False, messages: bool = False, memory: bool = False) -> Cluster:

@@ -75,7 +75,7 @@ def _converter() -> cattrs.Converter:
     wire = table_hook(Wire, converter, bandwidth_bytes_per_s=bandwidth, latency_s=latency, duplex=flag, fat=flag)
     converter.register_structure_hook(Wire, wire)
     link = read_by(lambda value: converter.structure(value, Wire))
-    speed = read_by(lambda value: positive(value, parse_speed(value)), key="speed")
+    speed = read_by(lambda value: positive(value, parse_speed), key="speed")
     parts = {"name": name, "backbone": link, "groups": list_hook(MachineGroup, converter)}
     machine = {"speed_flop_per_s": speed, "cores": count, "count": count, "link": link}
     machines = table_hook(MachineGroup, converter, **machine, **parts)
