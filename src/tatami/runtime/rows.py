@@ -111,7 +111,7 @@ def blocks(buffer: torch.Tensor, parts: Iterable[tuple[Rows, Span]]) -> Iterator
         yield rows, span, tuple(pieces)
 
 
-def place_of(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+def slot_of(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """The parameters, or buffers, of the module that holds a tensor, and its name there."""
     path, _, leaf = name.rpartition(".")
     owner = root.get_submodule(path)
@@ -120,7 +120,7 @@ def place_of(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 def tensor_of(root: nn.Module, name: str) -> torch.Tensor:
     """A parameter or buffer by its qualified name."""
-    tensors, leaf = place_of(root, name)
+    tensors, leaf = slot_of(root, name)
     tensor: torch.Tensor | None = tensors[leaf]
     assert tensor is not None
     return tensor
@@ -130,7 +130,7 @@ def cut_units_of(root: nn.Module, cuts: Mapping[str, UnitRuns], span: Span) -> N
     """Leave of some tensors of `root` the units of `span`. One that has several names keeps them."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the whole tensor, whose id no other one may get meanwhile
     for name, runs in cuts.items():
-        tensors, leaf = place_of(root, name)
+        tensors, leaf = slot_of(root, name)
         whole = tensors[leaf]
         if any(whole is cut for _, cut in made.values()):
             continue  # a module that is there under several names

@@ -25,7 +25,7 @@ from tatami.errors import ModelError
 from tatami.partition.parts.part_module import AbstractParts
 from tatami.partition.tracing.exporting import NotFollowedError
 from tatami.runtime.context import ModuleContext
-from tatami.runtime.rows import UnitRuns, place_of
+from tatami.runtime.rows import UnitRuns, slot_of
 
 _lock = threading.Lock()
 _declared: dict[type[nn.Module], Declaration] = {}
@@ -172,7 +172,7 @@ class DeclaredParts(AbstractParts):
             for name, size in before.items():
                 _set(module, name, size // self.total * lent)
             for name, runs in self.cuts.items() if not here else ():
-                owner, leaf = place_of(module, name)
+                owner, leaf = slot_of(module, name)
                 tensor = owner[leaf]
                 shape = list(tensor.shape)
                 shape[runs.axis] = runs.per_unit

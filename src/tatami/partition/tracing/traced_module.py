@@ -17,7 +17,7 @@ from tatami.partition.tracing.exporting import FollowedProgram, same_leaves
 from tatami.partition.tracing.tracing import Followed, Mode
 from tatami.runtime import batch_operations
 from tatami.runtime.context import ModuleContext, StandsIn
-from tatami.runtime.rows import place_of
+from tatami.runtime.rows import slot_of
 from tatami.tiling import Span
 
 
@@ -58,7 +58,7 @@ class LocalForward(StandsIn):
         self._known: dict[bool, set[tuple[tuple[int, ...], ...]]] = {True: set(), False: set()}
         # The dicts are read in every call: a forward pass in training may put other tensors there.
         self._owners = {
-            training: [place_of(module, tensor) for tensor in followed.mode(training).program.tensors]
+            training: [slot_of(module, tensor) for tensor in followed.mode(training).program.tensors]
             for training in (True, False)
         }
 
