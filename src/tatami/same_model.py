@@ -58,13 +58,8 @@ def check_same_tensors(comm: AbstractCommunicator, tensors: Mapping[str, torch.T
     Raises:
         InputError: names the first rank that differs from rank 0, and in what; a parameter that has no shape yet.
     """
-    same_everywhere(comm, tensor_facts(tensors), where=where)
+    same_everywhere(comm, {name: _described(tensor) for name, tensor in tensors.items()}, where=where)
     refuse_lazy(tensors, where=where)
-
-
-def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What ranks compare of their parameters and buffers: shape, dtype, and whether a parameter is trained."""
-    return {name: _described(tensor) for name, tensor in tensors.items()}
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -1,12 +1,11 @@
 """Bad input: each with its own message and exit code 2, before anything is started or written."""
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-import typer
+from fuzz_inputs import commands
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
@@ -213,15 +212,6 @@ def test_every_option_with_a_point_refuses_what_is_not_finite() -> None:
                 (checked if is_checked else unchecked).add(f"{name} {option}")
     assert unchecked == set()
     assert {"train lr", "train stop_below", "simulate server task", "lab run cores", "bench allreduce seconds"} <= checked
-
-
-def commands(group: typer.Typer, *, prefix: str = "") -> Iterator[tuple[str, Callable[..., object]]]:
-    for command in group.registered_commands:
-        assert command.callback is not None
-        yield f"{prefix}{command.name or command.callback.__name__}", command.callback
-    for inner in group.registered_groups:
-        assert inner.typer_instance is not None
-        yield from commands(inner.typer_instance, prefix=f"{inner.name} ")
 
 
 def test_a_lab_uses_no_more_cores_than_there_are() -> None:

@@ -322,10 +322,7 @@ def test_a_stranger_is_turned_away() -> None:
     assert not meeting.is_alive()
     silent.settimeout(_LIMIT_S)
     assert silent.recv(1) == b""
-    room = _room(2)
-    _wait(other, other.send(0, KEY, memoryview(b"us")))
-    _wait(one, one.expect(1, KEY, room))
-    assert bytes(room) == b"us"
+    _greet(one, other)
     one.close()
     other.close()
 

@@ -328,14 +328,8 @@ def test_seeds_are_those_that_torch_takes(comm: AbstractCommunicator) -> None:
             scatter_dataset([1, 2, 3], comm, shuffle=True, seed=seed)
 
 
-class Indices(Dataset[int]):
+class Indices(Squares):
     """Each item is its index."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> int:
         return index

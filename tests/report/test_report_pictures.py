@@ -9,16 +9,7 @@ import pytest
 from tatami.cluster import Cluster, Processor
 from tatami.elastic import ElasticReport, MemberChange
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, PlanError
-from tatami.report import (
-    CoursePoint,
-    blank,
-    check_path,
-    draw_course,
-    draw_members,
-    draw_tiling,
-    draw_watched,
-    save,
-)
+from tatami.report import CoursePoint, blank, check_path, draw_course, draw_members, draw_tiling, draw_watched, save
 from tatami.report.fitting import Box, fit_lettering
 from tatami.retiling import Alarm, DecisionKind, Glance
 from tatami.tiling import Tiling, plan

@@ -55,11 +55,7 @@ def test_a_drawing_has_the_order_of_the_speeds() -> None:
     lines = draw_text(TILING, speeds={"fast": 4, "mid": 3, "slow": 1}, width=36).splitlines()
     assert [[name for name in ("fast", "mid", "slow") if name in line] for line in lines if any(map(str.isalpha, line))][
         :3
-    ] == [
-        ["mid"],
-        ["fast"],
-        ["slow"],
-    ]
+    ] == [["mid"], ["fast"], ["slow"]]
     assert next(line.index("fast") for line in lines if "fast" in line) < 18, "the replica of the first one is to the left"
 
 

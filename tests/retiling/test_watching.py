@@ -203,10 +203,7 @@ def test_a_machine_whose_messages_slowed_down_with_it_is_left_out_as_soon_as_tha
     kinds = []
     for processors in (known, unknown):
         situation = Situation(
-            retiler=Retiler(),
-            cluster=Cluster(processors=processors),
-            workload=NETWORK,
-            layout=Layout(replicas=replicas),
+            retiler=Retiler(), cluster=Cluster(processors=processors), workload=NETWORK, layout=Layout(replicas=replicas)
         )
         speeds = {each.name: each.speed / NETWORK.work_flop * (0.3 if each.name == "p1" else 1.0) for each in processors}
         _, found = levels(situation, speeds, fixed_s=0.005)

@@ -24,6 +24,7 @@ pytest.importorskip("ray")
 import ray
 from train_rig import train_with
 
+from hand_clock import HandClock
 from tatami.engine import ray_watch as watching
 from tatami.engine.ray_engine import engine
 from tatami.engine.ray_watch import Condition, Judge, RayProcess, RayWatch, ray_processes
@@ -72,20 +73,6 @@ def test_a_wait_that_does_not_end_says_who_waits_for_whom() -> None:
     assert fault == "this process has waited 301 s for Ray's raylet (process 7) and GCS (process 8), in Crew.start"
 
 
-class HandClock:
-    """Shows what it was set to."""
-
-    def __init__(self) -> None:
-        self.at_s = 0.0
-
-    def now_s(self) -> float:
-        self.at_s += 0.4  # with each look
-        return self.at_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.at_s += duration_s
-
-
 def test_where_nothing_helps_the_process_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped raylet of somebody else's is not killed; the call that waits for it would never end."""
     monkeypatch.setattr(watching, "STOPPED_S", 2.0)
@@ -104,7 +91,7 @@ def test_where_nothing_helps_the_process_is_ended(monkeypatch: pytest.MonkeyPatc
     try:
         while process.condition is not Condition.STOPPED:
             os.sched_yield()
-        with RayWatch([process], clock=HandClock(), tell=told.append, leave=leave):
+        with RayWatch([process], clock=HandClock(0.0, step_s=0.4), tell=told.append, leave=leave):
             assert left.wait(timeout=800)
         assert process.condition is Condition.STOPPED
     finally:
@@ -117,11 +104,11 @@ def test_where_nothing_helps_the_process_is_ended(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_not_rays_may_take_as_long_as_it_likes() -> None:
     told: list[str] = []
-    clock = HandClock()
+    clock = HandClock(0.0, step_s=0.4)
     with RayWatch([], clock=clock, tell=told.append, leave=lambda _: None) as watch, watch.elsewhere():
         limit = threading.Event()
-        while clock.at_s < 10 * watching.WAIT_S:
-            clock.at_s += 100.0
+        while clock.time_s < 10 * watching.WAIT_S:
+            clock.time_s += 100.0
             limit.wait(0.001)
     assert told == []
     assert watch.fault is None

@@ -10,22 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hand_clock import HandClock
 from tatami.errors import ClusterError, InputError
 from tatami.runtime.phases import IterationPhase, Phases
 from tatami.testing.slowdown import FULLEST, Slowdown, emulated_factors
 
 
-class Machine:
+class Machine(HandClock):
     """A clock, and the CPU time of a thread on it."""
 
     def __init__(self, *, oversleeps_s: float = 0.0) -> None:
-        self.time_s = 0.0
+        super().__init__(0.0)
         self.used_s = 0.0
         self.slept: list[float] = []
         self.oversleeps_s = oversleeps_s
-
-    def now_s(self) -> float:
-        return self.time_s
 
     def cpu_s(self) -> float:
         return self.used_s

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from drawing import mlp
+from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import EarlyStopping
@@ -157,24 +158,15 @@ def test_schedules_by_step_by_epoch_and_by_a_plateau(comm: AbstractCommunicator)
         Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
 
 
-class Ticking:
+def ticking(rank: int) -> HandClock:
     """A second passes with every look at it, on rank 0; on the others, none."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._now_s = rank, 0.0
-
-    def now_s(self) -> float:
-        self._now_s += 1.0 if self._rank == 0 else 0.0
-        return self._now_s
-
-    def sleep(self, duration_s: float) -> None:
-        self._now_s += duration_s
+    return HandClock(0.0, step_s=1.0 if rank == 0 else 0.0)
 
 
 @pytest.mark.parametrize("max_time", [20, "20 s", timedelta(seconds=20)])
 def test_a_limit_of_time_is_that_of_rank_0(world: World, max_time: Any) -> None:
     def body(comm: AbstractCommunicator) -> int:
-        trainer = trainer_of(comm, clock=Ticking(comm.rank))
+        trainer = trainer_of(comm, clock=ticking(comm.rank))
         history = trainer.fit(inputs(), batch_size=8, max_time=max_time)
         assert history.stopped == "time"
         with pytest.raises(InputError, match="max_time must be above 0"):
@@ -188,7 +180,7 @@ def test_a_limit_of_time_is_that_of_rank_0(world: World, max_time: Any) -> None:
 
 def test_checkpoints_by_time(comm: AbstractCommunicator, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(dirpath=tmp_path, train_time_interval="10 s", keep=9)
-    trainer_of(comm, clock=Ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
+    trainer_of(comm, clock=ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
     comm.barrier()
     assert 3 <= len(list(tmp_path.iterdir())) < 9
 

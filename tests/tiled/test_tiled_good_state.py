@@ -77,12 +77,7 @@ class Relaid:
     ],
 )
 def test_the_state_that_is_put_back(
-    comm: AbstractCommunicator,
-    tmp_path: Path,
-    batch_size: int,
-    relaid_after: int | None,
-    kept: int,
-    sharded: bool,
+    comm: AbstractCommunicator, tmp_path: Path, batch_size: int, relaid_after: int | None, kept: int, sharded: bool
 ) -> None:
     assert BAD > FIRST + MOST_APART
     built, expected = network(), plain_after(kept, batch_size)

@@ -179,18 +179,13 @@ def test_a_model_knows_what_was_probed_of_its_blocks(comm: AbstractCommunicator)
 CPU = torch.device("cpu")
 
 
-class Machine:
+class Machine(HandClock):
     """A clock that passes move on: so much for a call, and so much for a sample."""
 
     def __init__(self, *, call_s: float, sample_s: float) -> None:
-        self.call_s, self.sample_s, self.seconds = call_s, sample_s, 0.0
+        super().__init__(0.0)
+        self.call_s, self.sample_s = call_s, sample_s
         self.computed: list[int] = []
-
-    def now_s(self) -> float:
-        return self.seconds
-
-    def sleep(self, duration_s: float) -> None:
-        self.seconds += duration_s
 
     def passes(self, samples: int) -> Sequence[AbstractPass]:
         machine = self
@@ -198,7 +193,7 @@ class Machine:
         class Computing(AbstractPass):
             def run(self) -> None:
                 machine.computed.append(samples)
-                machine.seconds += machine.call_s + samples * machine.sample_s
+                machine.time_s += machine.call_s + samples * machine.sample_s
 
         return [Computing()]
 
@@ -224,7 +219,7 @@ def test_speeds_are_measured_up_to_where_they_grow_no_more(
     def body(comm: AbstractCommunicator) -> list[SpeedCurve]:
         machine = Machine(call_s=call_s, sample_s=sample_s * (1 + comm.rank))
         curves = measure_curves(machine.passes, comm, first=2, device=CPU, clock=machine, **options)
-        assert machine.seconds < (60.0 if sample_s > 0.1 else 4.0)
+        assert machine.time_s < (60.0 if sample_s > 0.1 else 4.0)
         return curves
 
     curves = world(body)[0]
@@ -316,7 +311,7 @@ class Paced:
     def begin(self) -> None: ...
 
     def end(self) -> None:
-        self.machine.seconds += self.machine.call_s + self.machine.sample_s * HERE.samples
+        self.machine.time_s += self.machine.call_s + self.machine.sample_s * HERE.samples
 
 
 @pytest.mark.ranks(2)
@@ -358,18 +353,13 @@ def test_all_ranks_get_the_same_cluster(world: World) -> None:
     assert cluster.links == {}
 
 
-class Probed:
+class Probed(HandClock):
     """A clock, and the CPU time of a thread on it: a pass takes 1 s of both, whatever else this machine does."""
 
     def __init__(self, factor: float) -> None:
-        self.time_s = self.used_s = 0.0
+        super().__init__(0.0)
+        self.used_s = 0.0
         self._slowdown = Slowdown(factor, clock=self, cpu_s=lambda: self.used_s)
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.time_s += duration_s
 
     def begin(self) -> None:
         self._slowdown.begin()

@@ -84,8 +84,9 @@ def bench_train(
         subject: what is trained; None: the `perceptron` of the benchmark.
     """
     subject = subject or perceptron(benchmark)
+    tiled = _tiled(subject, comm, benchmark)
     contestants: dict[str, Callable[[int], None]] = {
-        "tatami": _tatami_loop(subject, comm, benchmark),
+        "tatami": _steps(tiled, subject, local=tiled.local),
         "tatami-trainer": _tatami_trainer(subject, comm, benchmark),
     }
     if comm.size == 1:
@@ -151,11 +152,6 @@ def _tiled(subject: TrainSubject, comm: AbstractCommunicator, benchmark: TrainBe
         reduction="mean",
         quiet=True,
     )
-
-
-def _tatami_loop(subject: TrainSubject, comm: AbstractCommunicator, benchmark: TrainBenchmark) -> Callable[[int], None]:
-    tiled = _tiled(subject, comm, benchmark)
-    return _steps(tiled, subject, local=tiled.local)
 
 
 def _tatami_trainer(subject: TrainSubject, comm: AbstractCommunicator, benchmark: TrainBenchmark) -> Callable[[int], None]:

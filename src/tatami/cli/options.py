@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 import typer
 
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.cluster.device_choice import DEVICE_REQUESTS, DEVICE_VARIABLE, choose_device
+from tatami.cluster.device_choice import DEVICE_REQUESTS, choose_device
 from tatami.errors import InputError
 from tatami.units import parse_size
 
@@ -96,16 +95,6 @@ def check_device(device: str, *, hosts: str | None) -> None:
         import torch
 
         choose_device(device, local_rank=0, num_cards=torch.cuda.device_count())
-
-
-def ask_for_device(device: str, *, hosts: str | None) -> None:
-    """Set the device of `tatami.tile` for the ranks that this process starts.
-
-    Raises:
-        InputError: as in `check_device`.
-    """
-    check_device(device, hosts=hosts)
-    os.environ[DEVICE_VARIABLE] = device
 
 
 Settings = TypeVar("Settings")

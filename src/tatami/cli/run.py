@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -11,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from tatami.cli.options import DEVICE_HELP, MOST_RANKS, ask_for_device, epilog, finite, optional, takes
+from tatami.cli.options import DEVICE_HELP, MOST_RANKS, check_device, epilog, finite, optional, takes
 from tatami.cli.terminal import show_json
+from tatami.cluster.device_choice import DEVICE_VARIABLE
 from tatami.errors import InputError
 from tatami.outputs import check_output
 
@@ -72,7 +74,8 @@ def run(job: RunJob) -> None:
     if job.elastic and job.device not in (None, "cpu"):
         raise InputError("--device: an elastic run computes on CPUs; leave out --device or --elastic")
     if job.device is not None:
-        ask_for_device(job.device, hosts=job.hosts)
+        check_device(job.device, hosts=job.hosts)
+        os.environ[DEVICE_VARIABLE] = job.device
     if job.elastic:
         if job.hosts is not None:
             raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")

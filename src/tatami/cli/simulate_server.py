@@ -162,7 +162,8 @@ def simulate_server(job: SimulateServerJob) -> None:
     def done(case: int, record: ServerRun) -> None:
         progress.advance(1, fields={"recovery": record.recovery})
         if job.as_json:
-            show_json(run_record(record) | ({swept.name: cases[case][0]} if swept.name else {}))
+            counts = {"failures": record.num_failures, "lost_per_failure_s": record.lost_per_failure_s}
+            show_json(asdict(record) | counts | ({swept.name: cases[case][0]} if swept.name else {}))
 
     with Runs(cores=job.cores) as started:
         seeds = range(job.seed, job.seed + job.runs)
@@ -177,11 +178,6 @@ def simulate_server(job: SimulateServerJob) -> None:
             figure, axes = blank()
             draw(axes, labels, found)
             save(figure, path, force=job.force)
-
-
-def run_record(run: ServerRun) -> dict[str, Any]:
-    """Return the `--json` record of a run."""
-    return {**asdict(run), "failures": run.num_failures, "lost_per_failure_s": run.lost_per_failure_s}
 
 
 def _policy(name: str, *, every: str) -> AbstractRecovery:

@@ -15,15 +15,7 @@ from tatami.collective.schedule import Schedule
 from tatami.collective.step import RankGroup, Role, Step, Via
 
 
-@dataclass(frozen=True, kw_only=True)
-class RingReduceScatter(AbstractPattern):
-    """In round t member i sends its partial sum of part i - 1 - t to member i + 1, which adds its own."""
-
-    via: Via = Via.MESSAGE
-
-    role = Role.REDUCE_SCATTER
-    title = "reduce-scatter by ring"
-
+class _AbstractRing(AbstractPattern):
     def num_rounds(self, members: int) -> int:
         return members - 1
 
@@ -31,24 +23,28 @@ class RingReduceScatter(AbstractPattern):
         # Every round moves every part once, each to a neighbour: only which part goes where turns.
         yield 0, members - 1
 
+
+@dataclass(frozen=True, kw_only=True)
+class RingReduceScatter(_AbstractRing):
+    """In round t member i sends its partial sum of part i - 1 - t to member i + 1, which adds its own."""
+
+    via: Via = Via.MESSAGE
+
+    role = Role.REDUCE_SCATTER
+    title = "reduce-scatter by ring"
+
     def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         yield from _hops(group, member=member, first=member - 1 - round, reduce=True, via=self.via)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingAllGather(AbstractPattern):
+class RingAllGather(_AbstractRing):
     """In round t member i sends part i - t, complete, to member i + 1."""
 
     via: Via = Via.MESSAGE
 
     role = Role.ALL_GATHER
     title = "all-gather by ring"
-
-    def num_rounds(self, members: int) -> int:
-        return members - 1
-
-    def distinct_rounds(self, members: int) -> Iterator[tuple[int, int]]:
-        yield 0, members - 1
 
     def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         yield from _hops(group, member=member, first=member - round, reduce=False, via=self.via)

@@ -240,10 +240,7 @@ class MessageRequest(AbstractRequest):
     """
 
     def __init__(
-        self,
-        communicator: AbstractMeshCommunicator,
-        waiting: Waiting,
-        *phases: Callable[[], Sequence[tuple[int, Transfer]]],
+        self, communicator: AbstractMeshCommunicator, waiting: Waiting, *phases: Callable[[], Sequence[tuple[int, Transfer]]]
     ) -> None:
         """
         Args:

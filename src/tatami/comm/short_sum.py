@@ -58,11 +58,7 @@ class ShortSum:
     """
 
     def __init__(
-        self,
-        comm: AbstractCommunicator,
-        *,
-        by_messages: Callable[[torch.Tensor], None] | None = None,
-        in_memory: bool = True,
+        self, comm: AbstractCommunicator, *, by_messages: Callable[[torch.Tensor], None] | None = None, in_memory: bool = True
     ) -> None:
         self._comm = comm
         self._by_messages = by_messages or comm.allreduce

@@ -120,7 +120,9 @@ class Connections:
         if self._store is None:
             host, port = self._assignment.store
             try:
-                self._store = reach_store(host, port, timeout_s=self._assignment.timeout_s)
+                patience = timedelta(seconds=self._assignment.timeout_s)
+                # A connection of its own: an operation that waits keeps all others of its connection waiting.
+                self._store = cast(Any, dist).TCPStore(host, port, is_master=False, timeout=patience)
             except RuntimeError as error:
                 name = self._assignment.name
                 raise CommError(f"{name} does not reach the store of the run at {host}:{port}: {error}") from error
@@ -134,12 +136,3 @@ def keep_store(host: str, *, timeout_s: float) -> Any:
     port, number = listener.getsockname()[1], listener.detach()
     limit = timedelta(seconds=timeout_s)
     return make(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=number)
-
-
-def reach_store(host: str, port: int, *, timeout_s: float) -> Any:
-    """A connection of its own: an operation that waits keeps all others of its connection waiting.
-
-    Raises:
-        RuntimeError: nothing answers there.
-    """
-    return cast(Any, dist).TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))

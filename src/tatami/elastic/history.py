@@ -11,7 +11,7 @@ from tatami.engine.silence import RunClock
 from tatami.membership import Regroup
 from tatami.membership.state import THE_RUN_BEGINS
 from tatami.report.elastic_run import ElasticReport, MemberChange
-from tatami.tiling import Layout, StagedLayout
+from tatami.tiling import StagedLayout
 
 
 class RunHistory:
@@ -113,6 +113,7 @@ class PendingChange:
     def made(self, *, now_s: float, tiling: dict[str, Any] | None) -> MemberChange:
         """All have done their part."""
         assert self.change is not None
+        layout = self.change.layout
         laid_s = now_s - self.noticed_s - self.halted_s
         return MemberChange(
             at_s=self.noticed_s,
@@ -126,9 +127,5 @@ class PendingChange:
             lost_s=self.spent_s + self.halted_s + laid_s,
             moved_units=sum(take.units.size for take in self.change.takes if take.source != take.dest),
             tiling=tiling,
-            stages=_stages_of(self.change.layout),
+            stages=tuple(each.processors for each in layout.stages) if isinstance(layout, StagedLayout) else (),
         )
-
-
-def _stages_of(layout: Layout | StagedLayout) -> tuple[tuple[str, ...], ...]:
-    return tuple(stage.processors for stage in layout.stages) if isinstance(layout, StagedLayout) else ()

@@ -95,12 +95,7 @@ class BucketedSums(AbstractGradientSums):
         self._current.put(index, gradient, scale=weight)
 
     def finish(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        weight: float,
-        samples: int,
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, weight: float, samples: int
     ) -> list[torch.Tensor | None]:
         if debugging() and self._check is not None:
             self._check(parameters, gradients)

@@ -54,14 +54,7 @@ from tatami.errors import InputError, ModelError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.parameter_hooks import ParameterHooks
-from tatami.gradients.passes import (
-    ForwardPass,
-    Quotient,
-    Weighed,
-    comes_from_output,
-    mark_output,
-    refuse_mixed,
-)
+from tatami.gradients.passes import ForwardPass, Quotient, Weighed, comes_from_output, mark_output, refuse_mixed
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _internals: Any = torch._C
@@ -135,12 +128,7 @@ class GradientEngine:
     # -- the forward pass -----------------------------------------------------------------------------------------------
 
     def begin(
-        self,
-        *,
-        samples: int,
-        shares: Callable[[], tuple[float, ...]],
-        index: int | None,
-        adds_terms: bool,
+        self, *, samples: int, shares: Callable[[], tuple[float, ...]], index: int | None, adds_terms: bool
     ) -> ForwardPass:
         """A forward pass with gradients begins.
 
@@ -533,10 +521,7 @@ def _retiled() -> ModelError:
 
 
 def _on_output(
-    engine: weakref.ref[GradientEngine],
-    found: ForwardPass,
-    reduction: Literal["mean", "sum"] | None,
-    grad: torch.Tensor | None,
+    engine: weakref.ref[GradientEngine], found: ForwardPass, reduction: Literal["mean", "sum"] | None, grad: torch.Tensor | None
 ) -> None:
     if (alive := engine()) is None:
         return

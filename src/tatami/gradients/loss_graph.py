@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tatami.errors import InputError
-from tatami.gradients.passes import is_output
+from tatami.gradients.passes import is_output, leads_to
 
 _LINEAR = frozenset({
     "AddBackward0", "SubBackward0", "NegBackward0", "RsubBackward1", "ViewBackward0", "ReshapeAliasBackward0", "SumBackward0",
@@ -65,7 +65,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         if name == "DivBackward0" and samples and single and single[0].name() in ("SumBackward0", "SumBackward1"):
             other = node._saved_other
             divisor = float(other) if type(other) is torch.Tensor and other.numel() == 1 else 0.0
-            if divisor % samples > 1e-6 * divisor and _leads_to(below):
+            if divisor % samples > 1e-6 * divisor and _leads_to_output(below):
                 raise InputError(
                     f"the loss divides a sum over samples by {divisor:g}, which is no multiple of the {samples} samples of "
                     f"this rank, as a mean over those that count does. {_REMEDY}"
@@ -73,13 +73,13 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         elif name in _CROSS_ENTROPIES and node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
             # Where it is on another pipeline stage, a stand-in has no value.
             total, targets = float(node._saved_total_weight), node._saved_target.numel()
-            if abs(total - targets) > 1e-3 * targets and _leads_to(below):
+            if abs(total - targets) > 1e-3 * targets and _leads_to_output(below):
                 raise InputError(
                     f"the loss is a cross-entropy that divides by {total:g}, the weights of its targets, of which there are "
                     f"{targets}: class weights, or targets that are left out (ignore_index). {_REMEDY}; or use reduction='sum'"
                 )
         elif (name in _BENT and single) or (name in _COUPLING and not single) or (name in _PRODUCTS and len(single) > 1):
-            found = [_leads_to([other]) for other in (single if single else below)]
+            found = [_leads_to_output([other]) for other in (single if single else below)]
             if sum(found) > (name in _PRODUCTS):
                 what = name.rstrip("01").removesuffix("Backward")
                 raise InputError(f"the loss takes {what} of numbers of several samples. {_REMEDY}")
@@ -92,15 +92,6 @@ def _elements(node: Any) -> int:
     return math.prod(shapes[0]) if len(shapes) == 1 else 0
 
 
-def _leads_to(nodes: Iterable[Any]) -> bool:
+def _leads_to_output(nodes: Iterable[Any]) -> bool:
     """Whether the gradient of an output of the network comes through one of these nodes."""
-    waiting, seen = list(nodes), set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or node.name() == _OVER_BATCH:
-            continue
-        if is_output(node):
-            return True
-        seen.add(node)
-        waiting += [other for other, _ in node.next_functions]
-    return False
+    return leads_to(nodes, is_output, ends_at=_OVER_BATCH)

@@ -117,16 +117,7 @@ def mark_output(tensor: torch.Tensor, *, of: object) -> None:
 
 def are_made_by(owner: object, roots: Iterable[Any]) -> bool:
     """Whether the graph of these nodes has an output that was marked as one of `owner`."""
-    nodes, seen = list(roots), set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if is_output(node) and node.metadata[_MARK]() is owner:
-            return True
-        seen.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
-    return False
+    return leads_to(roots, lambda node: is_output(node) and node.metadata[_MARK]() is owner)
 
 
 def is_output(node: Any) -> bool:
@@ -136,13 +127,17 @@ def is_output(node: Any) -> bool:
 
 def comes_from_output(tensor: torch.Tensor) -> bool:
     """Whether a tensor was made of an output of a model whose parameters are weighed."""
-    nodes: list[Any] = [tensor.grad_fn]
-    seen = set[Any]()
+    return leads_to([tensor.grad_fn], is_output)
+
+
+def leads_to(roots: Iterable[Any], is_wanted: Callable[[Any], bool], *, ends_at: str = "") -> bool:
+    """Whether the graph of autograd has a wanted node at or below `roots`, on a path without nodes of the name `ends_at`."""
+    nodes, seen = list(roots), set[Any]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or node.name() == ends_at:
             continue
-        if is_output(node):
+        if is_wanted(node):
             return True
         seen.add(node)
         nodes.extend(following for following, _ in node.next_functions)

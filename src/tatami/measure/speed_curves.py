@@ -81,10 +81,7 @@ def with_curves(cluster: Cluster, curves: Sequence[SpeedCurve], *, workload: Wor
     """The cluster at the speeds of the curves, less what calls take where the cluster has them."""
     sample_flop = max(1.0, workload.flop(width=1.0, height=1.0) / workload.samples)
     processors = (
-        replace(
-            each,
-            speed=curve.speed(sample_flop=sample_flop, calls_s=calls_s(each, blocks=len(workload.blocks))),
-        )
+        replace(each, speed=curve.speed(sample_flop=sample_flop, calls_s=calls_s(each, blocks=len(workload.blocks))))
         for each, curve in zip(cluster.processors, curves, strict=True)
     )
     return replace(cluster, processors=tuple(processors))
@@ -295,14 +292,7 @@ def measure_block_curves(
         return [BlockPass(block, samples=count, dtype=dtype, device=device) for block in workload.blocks]
 
     return measure_curves(
-        passes_of,
-        comm,
-        first=min(_FEW, share),
-        share=share,
-        whole=workload.samples,
-        device=device,
-        clock=clock,
-        pace=pace,
+        passes_of, comm, first=min(_FEW, share), share=share, whole=workload.samples, device=device, clock=clock, pace=pace
     )
 
 

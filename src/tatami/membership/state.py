@@ -133,7 +133,8 @@ class Membership:
                     self._awaited.discard(event.member)
                     self._halted[event.member] = event
                     self._has_checkpoint = self._has_checkpoint or event.has_checkpoint
-                    self._see_whether_halted()
+                    if not self._awaited:
+                        self._decide()
             case ev.Laid():
                 if event.ticket == self._ticket and event.member in self._awaited and self.stage is RunStage.CHANGING:
                     self._awaited.discard(event.member)
@@ -269,10 +270,6 @@ class Membership:
         """Members of the group, and those that a change under way has let in."""
         names = self.members if self._change is None else (*self.members, *self._change.newcomers)
         return tuple(name for name in dict.fromkeys(names) if name in self._alive)
-
-    def _see_whether_halted(self) -> None:
-        if not self._awaited:
-            self._decide()
 
     # -- changing ---------------------------------------------------------------------------------------------------
 

@@ -86,9 +86,6 @@ def probe_network(
     sample: Any,
     batch_size: int,
     device: torch.device | str = "cpu",
-    clock: Clock | None = None,
-    pace: Pace = NO_PACE,
-    cpu_s: Callable[[], float] = time.thread_time,
 ) -> Cluster:
     """As `probe`, at the speeds of a network itself: a table by size where it is slower for few samples. Collective.
 
@@ -97,7 +94,7 @@ def probe_network(
         comm: the ranks.
         sample: inputs of it for at least two samples, as for `tatami.tile`; they are repeated up to the share of a rank.
         batch_size: of all ranks together.
-        device, clock, pace, cpu_s: as for `probe`.
+        device: as for `probe`.
     """
     here = settle_devices(comm, device)
     whole = copy_of(model)
@@ -111,10 +108,9 @@ def probe_network(
         comm,
         batch_size=batch_size,
         sample_bytes=kept_bytes,
-        clock=clock,
-        pace=pace,
     )
-    found = with_curves(_cluster(comm, sample_flop={}, clock=clock, pace=pace, cpu_s=cpu_s), curves, workload=workload)
+    own = _cluster(comm, sample_flop={}, clock=None, pace=NO_PACE, cpu_s=time.thread_time)
+    found = with_curves(own, curves, workload=workload)
     processors = (
         replace(each, speed=_rounded_speed(each.speed), spread=_rounded(curve.spread, digits=2))
         for each, curve in zip(found.processors, curves, strict=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tatami.gradients.passes import leads_to
+
 
 class DeferredPasses:
     """The deferred passes of one model; nothing is deferred outside of a loop."""
@@ -35,7 +37,7 @@ class DeferredPasses:
 
     def take(self, run: Callable[[], None], roots: Iterable[Any]) -> bool:
         """Whether the backward pass `run` from these nodes is run later, by this object."""
-        if not self._ahead or not self._leads_to_output(roots):
+        if not self._ahead or not leads_to(roots, self._outputs.__contains__):
             return False
         self._waiting.append(run)
         if len(self._waiting) > self._ahead:
@@ -54,15 +56,3 @@ class DeferredPasses:
         self._ahead = 0
         self._waiting.clear()
         self._outputs.clear()
-
-    def _leads_to_output(self, roots: Iterable[Any]) -> bool:
-        nodes, seen = list(roots), set[Any]()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            if node in self._outputs:
-                return True
-            seen.add(node)
-            nodes.extend(following for following, _ in node.next_functions)
-        return False

@@ -469,7 +469,9 @@ class TiledModel(nn.Module):
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
         if samples not in self._shares:
-            index, widths = self._rank.index, self._widths_of(samples)
+            planned = tuple(replica[0].samples.size for replica in self.tiling.replicas)
+            widths = planned if samples == self.tiling.samples else self.layout.sample_sizes(samples)
+            index = self._rank.index
             self._shares[samples] = Span(0, 0) if index is None else spans(widths)[index], widths
         mine, widths = self._shares[samples]
         self._part_sizes = (mine.size,)
@@ -1187,12 +1189,6 @@ class TiledModel(nn.Module):
         """The units of a block that are here, and how many it has."""
         tiling = self.tilings[block]
         return units_of(tiling, self.name), tiling.units
-
-    def _widths_of(self, samples: int) -> tuple[int, ...]:
-        """The samples of every replica."""
-        if samples == self.tiling.samples:
-            return tuple(replica[0].samples.size for replica in self.tiling.replicas)
-        return self.layout.sample_sizes(samples)
 
     def _check_batch(self, given: int | None) -> None:
         """Whether input of so many samples is what `local` gave. Without gradients, any that the replica shares will do."""

@@ -18,6 +18,7 @@ from tatami.comm.agreement import decided_on_root, fail_together, same_everywher
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, warn
+from tatami.gradients.parameter_hooks import copy_hooks
 from tatami.inputs import check_at_least
 from tatami.measure.speed_curves import measure_block_curves, measure_network_curves, with_curves
 from tatami.measure.speeds import at_hosts
@@ -31,7 +32,6 @@ from tatami.partition.exactness import BATCH_NORMS, RandomDraws
 from tatami.partition.pieces import RecordedNetwork, exact_pieces
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.sample import Sample
-from tatami.partition.tracing.settings import take_hooks
 from tatami.progress import shown
 from tatami.report.words import in_order
 from tatami.runtime.allocator import TIGHT, give_freed_memory_back, trim_once
@@ -152,7 +152,10 @@ def tile(
         raise InputError(f"give tatami.tile a layout or a number of stages, not both; the layout is {layout.to_json()}")
     if layout is not None and micro_batches is not None:
         layout = layout.in_micro_batches(micro_batches)
-    layout = _asked_to_recompute(layout, recompute)
+    if recompute is False and layout is not None and layout.recomputes:
+        raise InputError(f"recompute=False, and the layout has {layout.recomputes[0]} recompute: leave one of them out")
+    if recompute and isinstance(layout, Layout):  # it is not known yet which stages can
+        layout = layout.recomputing()
     with _setting_up(comm):  # the first meeting after each has made or loaded its network
         target = settle_devices(comm, device, model=plain, random=random)
     cluster = _given(speeds, comm)
@@ -185,7 +188,8 @@ def tile(
         same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
         whole = plain if is_made_here else copy_of(plain)
         if not is_made_here:
-            take_hooks(whole, plain=plain)
+            for parameter, copied in zip(plain.parameters(), whole.parameters(), strict=True):
+                copy_hooks(parameter, copied)  # copy.deepcopy leaves them behind
         if target.type != "cpu":
             whole, sample = whole.to("cpu"), on_device(sample, torch.device("cpu"))
         memory = None if cluster is None or target.type != "cpu" else cluster.processors[comm.rank].memory_bytes
@@ -340,17 +344,6 @@ def tile(
         gc.collect()  # torch.export leaves cycles behind that hold the whole weights until Python happens to look for them
         trim_once()
     return tiled
-
-
-def _asked_to_recompute(layout: Layout | StagedLayout | None, recompute: bool | None) -> Layout | StagedLayout | None:
-    """The layout that was given, as far as any was, with what was asked for; of stages it is not known yet which can.
-
-    Raises:
-        InputError: a layout recomputes that was not to.
-    """
-    if recompute is False and layout is not None and layout.recomputes:
-        raise InputError(f"recompute=False, and the layout has {layout.recomputes[0]} recompute: leave one of them out")
-    return layout.recomputing() if recompute and isinstance(layout, Layout) else layout
 
 
 def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayout | None) -> None:

@@ -238,12 +238,7 @@ def _tied_modules(model: nn.Module) -> set[str]:
     return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
-class TiledFirst(StandsIn):
-    """Stands in place of the `forward` of the first Linear of a pair, whose weight was cut: uneven rows of it.
-
-    The weight is (units_here, inputs) of (units, inputs), the bias (units_here,) of (units,), or None.
-    """
-
+class _TiledLinear(StandsIn):
     def __init__(self, linear: nn.Linear, *, replica: ReplicaComm) -> None:
         self._linear, self._replica = linear, replica
 
@@ -251,26 +246,25 @@ class TiledFirst(StandsIn):
     def is_plain(self) -> bool:
         """Whether all units are here, so that it computes what the layer itself would."""
         return self._replica.comm is None
+
+
+class TiledFirst(_TiledLinear):
+    """Stands in place of the `forward` of the first Linear of a pair, whose weight was cut: uneven rows of it.
+
+    The weight is (units_here, inputs) of (units, inputs), the bias (units_here,) of (units,), or None.
+    """
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., inputs) to (samples_here, ..., units_here)."""
         return F.linear(copy_to_replica(input, self._replica), self._linear.weight, self._linear.bias)
 
 
-class TiledSecond(StandsIn):
+class TiledSecond(_TiledLinear):
     """Stands in place of the `forward` of the second Linear of a pair, whose weight was cut: uneven replicas of it.
 
     Its output is summed over the replica of ranks. The weight is (outputs, units_here) of (outputs, units), the bias
     (outputs,), the same on every rank, or None.
     """
-
-    def __init__(self, linear: nn.Linear, *, replica: ReplicaComm) -> None:
-        self._linear, self._replica = linear, replica
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all units are here, so that it computes what the layer itself would."""
-        return self._replica.comm is None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the replica."""

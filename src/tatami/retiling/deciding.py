@@ -22,13 +22,7 @@ class AbstractDecider(ABC):
     """
 
     def __init__(
-        self,
-        retiler: Retiler,
-        *,
-        cluster: Cluster,
-        workload: Workload,
-        layout: Layout,
-        known_speeds: bool = False,
+        self, retiler: Retiler, *, cluster: Cluster, workload: Workload, layout: Layout, known_speeds: bool = False
     ) -> None:
         """Start from `layout`.
 

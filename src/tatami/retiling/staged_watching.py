@@ -226,11 +226,5 @@ class StagedWatcher:
     def _decision(self, iteration: int, kind: DecisionKind, reason: str, *, ratio: float | None, predicted: float) -> Decision:
         speeds = {name: float(speed) for name, speed in self._now()[0].speeds.items()} if self._paces else {}
         return Decision(
-            kind=kind,
-            iteration=iteration,
-            layout=self.layout,
-            speeds=speeds,
-            ratio=ratio,
-            predicted=predicted,
-            reason=reason,
+            kind=kind, iteration=iteration, layout=self.layout, speeds=speeds, ratio=ratio, predicted=predicted, reason=reason
         )

@@ -3,7 +3,7 @@
 Normal noise is told by Siegmund's approximation of the mean time between false alarms, (exp(2 k b) - 2 k b - 1) / (2 k^2) with
 b = h + 1.166 (Siegmund: Sequential Analysis, 1985, equation 2.57). Stalls are not normal: where one iteration in a hundred
 takes three times as long, a rule that answers to n such samples in a row also answers to n stalls in a row, and there are
-`outlier_share` ** n of these for each series and iteration. That is a bound for every rule, and it sets n: samples are clipped
+`OUTLIER_SHARE` ** n of these for each series and iteration. That is a bound for every rule, and it sets n: samples are clipped
 so that n - 1 of them cannot reach h, however long they are. What takes more than `FAR` times as long is more often a stall
 than a slower machine, so that one more of these is needed.
 """
@@ -34,10 +34,10 @@ class Sums:
     far_clip: float
 
 
-def sums_for(num_series: int, *, false_alarms: float = FALSE_ALARMS, outlier_share: float = OUTLIER_SHARE) -> tuple[Sums, Sums]:
+def sums_for(num_series: int, *, false_alarms: float = FALSE_ALARMS) -> tuple[Sums, Sums]:
     """The fast and the slow sums for so many series that are watched together."""
     # One stall for each clipped sample; so many in a row, and not fewer, make an alarm.
-    in_a_row = max(2, math.ceil(math.log(false_alarms / num_series) / math.log(outlier_share) - 1e-6))
+    in_a_row = max(2, math.ceil(math.log(false_alarms / num_series) / math.log(OUTLIER_SHARE) - 1e-6))
     samples = 2 * num_series / (_NORMAL_SHARE * false_alarms)
     # Inverts the approximation, whose exponential is all but everything; rounded, so that all machines have the same.
     fast_h, slow_h = (round(math.log(2 * k * k * samples) / (2 * k) - 1.166, 3) for k in (_FAST, _SLOW))

@@ -26,7 +26,10 @@ def settle_devices(
     """
     problem, found = "", torch.device("cpu")
     try:
-        found = device_here(device or os.environ.get(DEVICE_VARIABLE) or _device_of(model), comm)
+        asked = device or os.environ.get(DEVICE_VARIABLE) or _device_of(model)
+        if isinstance(asked, str) and asked.partition(":")[0] in DEVICE_REQUESTS:
+            asked = choose_device(asked, local_rank=comm.local_rank, num_cards=torch.cuda.device_count())
+        found = own_device(asked)
     except (InputError, RuntimeError) as error:
         problem = str(error)
     if found.type != "cpu" and random == "local":
@@ -36,17 +39,6 @@ def settle_devices(
     for rank, what in problems_of(comm, problem or None).items():
         raise InputError(f"the device of rank {rank} of {comm.size}: {what}")
     return found
-
-
-def device_here(device: torch.device | str, comm: AbstractCommunicator) -> torch.device:
-    """What a request such as "auto", or a device, means on this rank.
-
-    Raises:
-        InputError: a card that is not there.
-    """
-    if isinstance(device, str) and device.partition(":")[0] in DEVICE_REQUESTS:
-        device = choose_device(device, local_rank=comm.local_rank, num_cards=torch.cuda.device_count())
-    return own_device(device)
 
 
 def _device_of(model: nn.Module | None) -> torch.device:

@@ -36,12 +36,7 @@ class OverlappedSums(AbstractGradientSums):
     """
 
     def __init__(
-        self,
-        owners: OwnerSums,
-        comm: AbstractCommunicator,
-        *,
-        link_times: LinkTimes,
-        replicas: Callable[[], list[list[int]]],
+        self, owners: OwnerSums, comm: AbstractCommunicator, *, link_times: LinkTimes, replicas: Callable[[], list[list[int]]]
     ) -> None:
         self._owners, self._comm, self._link_times, self._replicas = owners, comm, link_times, replicas
         self._buckets: BucketedSums | None = None

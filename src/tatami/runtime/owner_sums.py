@@ -71,12 +71,7 @@ class OwnerSums(AbstractGradientSums):
         return wire_dtype(self._wire)
 
     def finish(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        weight: float,
-        samples: int,
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, weight: float, samples: int
     ) -> list[torch.Tensor | None]:
         placement = self._placement()
         assert placement.exchange is not None

@@ -111,11 +111,17 @@ def blocks(buffer: torch.Tensor, parts: Iterable[tuple[Rows, Span]]) -> Iterator
         yield rows, span, tuple(pieces)
 
 
-def tensor_of(root: nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer by its qualified name."""
+def slot_of(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The parameters, or buffers, of the module that holds a tensor, and its name there."""
     path, _, leaf = name.rpartition(".")
     owner = root.get_submodule(path)
-    tensor = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
+    return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+
+
+def tensor_of(root: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer by its qualified name."""
+    tensors, leaf = slot_of(root, name)
+    tensor: torch.Tensor | None = tensors[leaf]
     assert tensor is not None
     return tensor
 
@@ -124,15 +130,13 @@ def cut_units_of(root: nn.Module, cuts: Mapping[str, UnitRuns], span: Span) -> N
     """Leave of some tensors of `root` the units of `span`. One that has several names keeps them."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the whole tensor, whose id no other one may get meanwhile
     for name, runs in cuts.items():
-        path, _, leaf = name.rpartition(".")
-        owner = root.get_submodule(path)
-        whole = tensor_of(root, name)
+        tensors, leaf = slot_of(root, name)
+        whole = tensors[leaf]
         if any(whole is cut for _, cut in made.values()):
             continue  # a module that is there under several names
         if id(whole) not in made:
             cut = cut_units(whole.detach(), runs, span).clone(memory_format=torch.contiguous_format)
             made[id(whole)] = whole, nn.Parameter(cut, whole.requires_grad) if isinstance(whole, nn.Parameter) else cut
-        tensors: dict[str, Any] = owner._parameters if isinstance(whole, nn.Parameter) else owner._buffers
         tensors[leaf] = made[id(whole)][1]
 
 

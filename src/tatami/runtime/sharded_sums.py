@@ -110,12 +110,7 @@ class ShardedSums(AbstractGradientSums):
         self._ranges.update(zip(rest, (tuple(pairwise(bounds)) for bounds in cut), strict=True))
 
     def finish(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        weight: float,
-        samples: int,
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, weight: float, samples: int
     ) -> list[torch.Tensor | None]:
         self.shard(parameters)
         used = self._agree([grad is not None for grad in gradients], samples)

@@ -157,11 +157,7 @@ def run_training(
     from tatami.server.worker_process import WorkerSpec
 
     worker_spec = WorkerSpec(
-        model_fn=spec.model_fn,
-        loss_fn=spec.loss_fn,
-        course=course,
-        settings=settings,
-        hook=context.on_phase,
+        model_fn=spec.model_fn, loss_fn=spec.loss_fn, course=course, settings=settings, hook=context.on_phase
     )
     with by_value(spec.model_fn, spec.loss_fn, context.on_phase):
         pickled_spec = ray.cloudpickle.dumps(worker_spec)

@@ -39,7 +39,10 @@ def simgrid() -> Any:
         MissingExtraError: it is not installed, cannot be loaded, or is too old; says how to get it.
     """
     folder = require_simgrid()
-    _load_library(folder)
+    # The extension is linked against a library that lies next to it, where the loader does not look: loaded first, and for all
+    # to see, it is found by its name. Debian's package has none next to it, and the loader finds its own.
+    for library in sorted(folder.glob("libsimgrid.so.*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     try:
         module = importlib.import_module("simgrid")
     except ImportError as error:
@@ -48,10 +51,3 @@ def simgrid() -> Any:
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise MissingExtraError(f"{_WHAT} (here is {version}, which is too old)", extra="sim")
     return module
-
-
-def _load_library(folder: Path) -> None:
-    # The extension is linked against a library that lies beside it, where the loader does not look: loaded first, and for all
-    # to see, it is found by its name. Debian's package has none beside it, and the loader finds its own.
-    for library in sorted(folder.glob("libsimgrid.so.*")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

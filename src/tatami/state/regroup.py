@@ -28,13 +28,7 @@ _TAG = 15
 
 
 def relay(
-    model: TiledModel,
-    change: Regroup,
-    *,
-    name: str,
-    cluster: Cluster,
-    optimizer: torch.optim.Optimizer,
-    mirror: MirrorTensors,
+    model: TiledModel, change: Regroup, *, name: str, cluster: Cluster, optimizer: torch.optim.Optimizer, mirror: MirrorTensors
 ) -> Callable[[], None]:
     """Collect what this rank holds after `change`. Collective among its members; between two steps.
 

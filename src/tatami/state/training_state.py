@@ -149,10 +149,7 @@ def refuse_rows(model: TiledModel, named: Mapping[str, Any]) -> None:
 
 def draws_state(model: TiledModel) -> State:
     """What the next random numbers of the model depend on; the same on all ranks."""
-    return {
-        "generator": model.generator.get_state(),
-        "draws": model.draws.state_dict() if model.draws is not None else None,
-    }
+    return {"generator": model.generator.get_state(), "draws": model.draws.state_dict() if model.draws is not None else None}
 
 
 def restore_draws(model: TiledModel, common: State) -> None:

@@ -56,7 +56,7 @@ def fit(
         search.choose_machines()
     else:
         search.take_all()
-        if not search.has_plan:
+        if search.best is None:
             search.choose_machines()
     return search.result()
 
@@ -68,14 +68,10 @@ class _Search:
         self, planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost, idle: bool
     ) -> None:
         self._planner, self._cluster, self._workload, self._cost, self._idle = planner, cluster, workload, cost, idle
-        self._best: Fitted | None = None
+        self.best: Fitted | None = None
         self._least = inf
         self._lack: MemoryLackError | None = None
         self._planned: set[frozenset[str]] = set()
-
-    @property
-    def has_plan(self) -> bool:
-        return self._best is not None
 
     def take_all(self) -> None:
         """Plan for all, and for those that other planners give work.
@@ -106,7 +102,7 @@ class _Search:
                 continue
             placed, planned = placed + len(chosen), planned + 1
             self._plan([names[rank] for rank in chosen])
-        if self._best is None and not self._planned:
+        if self.best is None and not self._planned:
             self.take_all()
 
     def result(self) -> Fitted:
@@ -115,12 +111,12 @@ class _Search:
         Raises:
             MemoryLackError: there is none.
         """
-        if self._best is None:
+        if self.best is None:
             assert self._lack is not None
             raise self._lack
         ranks = self._cluster.rank_of
-        chosen = frozenset(ranks[name] for name in self._best.layout.processors)
-        reasons = dict(self._best.reasons)
+        chosen = frozenset(ranks[name] for name in self.best.layout.processors)
+        reasons = dict(self.best.reasons)
         rest = [each for each in self._cluster.processors if ranks[each.name] not in chosen and self._is_open(each.name)]
         rest.sort(key=lambda each: float(each.speed))
         hosts = list(dict.fromkeys(each.host for each in rest))
@@ -129,7 +125,7 @@ class _Search:
             reason = reason_for(
                 frozenset(map(ranks.__getitem__, gone)),
                 chosen=chosen,
-                depth=self._best.layout.deepest,
+                depth=self.best.layout.deepest,
                 cluster=self._cluster,
                 workload=self._workload,
                 cost=self._cost,
@@ -139,12 +135,12 @@ class _Search:
                 # Too little memory is told from too little speed where that alone would make the difference.
                 if name not in reasons or reason is Reason.MEMORY:
                     reasons[name] = reason
-        return replace(self._best, reasons=reasons)
+        return replace(self.best, reasons=reasons)
 
     def _is_open(self, name: str) -> bool:
         """Whether it is to be found out why a processor is left out."""
-        assert self._best is not None
-        known = self._best.reasons.get(name)
+        assert self.best is not None
+        known = self.best.reasons.get(name)
         return known is None or (known is Reason.NO_WORK and self._cluster.by_name[name].memory_bytes is not None)
 
     def _plan(self, names: Collection[str], *, reasons: Mapping[str, Reason] | None = None) -> None:
@@ -166,7 +162,7 @@ class _Search:
         run = self._cluster if self._idle else self._cluster.only(fitted.layout.processors)
         price = self._cost.price(fitted.layout, cluster=run, workload=self._workload).total
         if price < self._least:
-            self._best, self._least = fitted, price
+            self.best, self._least = fitted, price
 
 
 def _held(

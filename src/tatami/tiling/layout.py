@@ -76,11 +76,7 @@ class Replica:
 
     def _with(self, width: float, micro_batches: int, recomputes: bool) -> Replica:
         replica = Replica(
-            width=width,
-            processors=self.processors,
-            heights=self.heights,
-            micro_batches=micro_batches,
-            recomputes=recomputes,
+            width=width, processors=self.processors, heights=self.heights, micro_batches=micro_batches, recomputes=recomputes
         )
         replica._sizes.update(self._sizes)  # they depend on the heights alone
         return replica

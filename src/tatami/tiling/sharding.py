@@ -88,9 +88,7 @@ def rounds_of(ranges: Sequence[Ranges], *, rounds: int) -> list[tuple[Slices, ..
         own = [(index, *each[rank]) for index, each in enumerate(ranges)]
         starts = list(accumulate((stop - start for _, start, stop in own), initial=0))
         edges = [starts[-1] * number // rounds for number in range(rounds + 1)]
-        by_owner.append(
-            [_cut(own, starts, first, last) for first, last in pairwise(edges)],
-        )
+        by_owner.append([_cut(own, starts, first, last) for first, last in pairwise(edges)])
     return list(zip(*by_owner, strict=True))
 
 

@@ -149,12 +149,7 @@ def pass_speed(speed: float, samples: float, *, workload: Workload) -> float:
 
 
 def price_stages(
-    layout: StagedLayout,
-    *,
-    cluster: Cluster,
-    workload: Workload,
-    cost: AlphaBetaCost | None = None,
-    hides: bool = True,
+    layout: StagedLayout, *, cluster: Cluster, workload: Workload, cost: AlphaBetaCost | None = None, hides: bool = True
 ) -> StagedPlan:
     """The price of a layout with stages, whether memory holds it (`StagedPlan.fits`) or not.
 

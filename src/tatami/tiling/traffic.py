@@ -429,12 +429,7 @@ def _with_riders(messages: tuple[Message, ...], *, tiling: Tiling, names: Sequen
 
 
 def _schedule(
-    messages: Sequence[Message],
-    *,
-    tilings: Sequence[Tiling],
-    unit_elements: Sequence[int],
-    riders: int,
-    names: Sequence[str],
+    messages: Sequence[Message], *, tilings: Sequence[Tiling], unit_elements: Sequence[int], riders: int, names: Sequence[str]
 ) -> Schedule:
     """The messages as steps on one vector: the units of all blocks, one block after the other, and the riders."""
     starts = [0]

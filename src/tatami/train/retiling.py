@@ -222,11 +222,7 @@ class Retiling:
         return decided_on_root(self._model.comm, timed, root=self._model.names.index(leader))
 
     def _carry_out(
-        self,
-        decision: Decision,
-        *,
-        compute_s: dict[str, float],
-        companions: Mapping[torch.Tensor, torch.Tensor] | None,
+        self, decision: Decision, *, compute_s: dict[str, float], companions: Mapping[torch.Tensor, torch.Tensor] | None
     ) -> Check:
         moved = None
         if decision.remaps:

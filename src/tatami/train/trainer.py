@@ -273,11 +273,7 @@ class Trainer:
 
     @called_by_all("Trainer.evaluate")
     def evaluate(
-        self,
-        data: TrainingData,
-        *,
-        batch_size: int | None = None,
-        metrics: Mapping[str, Metric] | Sequence[str] | None = None,
+        self, data: TrainingData, *, batch_size: int | None = None, metrics: Mapping[str, Metric] | Sequence[str] | None = None
     ) -> dict[str, float]:
         """The loss and the metrics over all of `data`, the same on every rank. Collective.
 

@@ -25,7 +25,7 @@ from tatami.errors import ModelError
 from tatami.partition.parts.part_module import AbstractParts
 from tatami.partition.tracing.exporting import NotFollowedError
 from tatami.runtime.context import ModuleContext
-from tatami.runtime.rows import UnitRuns
+from tatami.runtime.rows import UnitRuns, slot_of
 
 _lock = threading.Lock()
 _declared: dict[type[nn.Module], Declaration] = {}
@@ -172,7 +172,7 @@ class DeclaredParts(AbstractParts):
             for name, size in before.items():
                 _set(module, name, size // self.total * lent)
             for name, runs in self.cuts.items() if not here else ():
-                owner, leaf = _slot(module, name)
+                owner, leaf = slot_of(module, name)
                 tensor = owner[leaf]
                 shape = list(tensor.shape)
                 shape[runs.axis] = runs.per_unit
@@ -234,9 +234,3 @@ def _get(module: nn.Module, name: str, what: str) -> Any:
 def _set(module: nn.Module, name: str, value: int) -> None:
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, value)
-
-
-def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tatami.gradients.passes import leads_to
 from tatami.partition.parts import vocabulary
 from tatami.partition.parts.declared import declared_parts
 from tatami.partition.parts.experts import ExpertParts, expert_lists
@@ -174,17 +175,8 @@ def _follow_each_other(module: nn.Module, prefix: str, experts: Sequence[str], c
     """Whether the second gets what was made of the result of the first: then they are layers, and need no costly test."""
     first, call = module.get_submodule(experts[0]), captured.calls.get(prefix + experts[1])
     weights = {id(parameter) for parameter in first.parameters()}
-    todo = [leaf.grad_fn for leaf in _leaves(call) if isinstance(leaf, torch.Tensor)] if call is not None else []
-    seen = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if id(getattr(node, "variable", None)) in weights:
-            return True
-        seen.add(node)
-        todo += [before for before, _ in node.next_functions]
-    return False
+    nodes = [leaf.grad_fn for leaf in _leaves(call) if isinstance(leaf, torch.Tensor)] if call is not None else []
+    return leads_to(nodes, lambda node: id(getattr(node, "variable", None)) in weights)
 
 
 def _refuse(module: nn.Module, prefix: str, captured: Captured) -> None:

@@ -468,9 +468,6 @@ def _kinds(call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
 
 def inputs_of(call: ModuleCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, cut loose from the pass that they come from."""
-
-    def loose(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-    args, kwargs = pytree.tree_map(loose, (call.args, copy.copy(dict(call.kwargs))))
+    both = (call.args, copy.copy(dict(call.kwargs)))
+    args, kwargs = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, both)
     return args, kwargs

@@ -75,7 +75,9 @@ class ModuleState:
             np.random.set_state(self._numpy)
         for held, items in self._dicts:
             if held or items:
-                _refill(held, items)
+                if list(held) != list(items):
+                    held.clear()
+                held.update(items)
         for listed, elements in self._lists:
             listed[:] = elements
         for members, before in self._sets:
@@ -228,9 +230,3 @@ def _fill(tensor: torch.Tensor, before: torch.Tensor, version: int) -> None:
     same = tensor._version == version if tensor.layout is not torch.strided else alike(tensor.detach(), before)
     if not same:
         tensor.detach().copy_(before)
-
-
-def _refill(held: dict[Any, Any], items: dict[Any, Any]) -> None:
-    if list(held) != list(items):
-        held.clear()
-    held.update(items)

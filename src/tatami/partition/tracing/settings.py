@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from tatami.errors import ModelError
-from tatami.gradients.parameter_hooks import copy_hooks
 from tatami.partition.tracing.restore_state import NOT_ATTRIBUTES, alike
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -45,12 +44,6 @@ def has_hooks(module: nn.Module, *, forward: bool = True) -> bool:
         if parameter is not None:
             own += [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
     return any(own)
-
-
-def take_hooks(copy: nn.Module, *, plain: nn.Module) -> None:
-    """Give the parameters of a copy the hooks of those of `plain`, which `copy.deepcopy` leaves behind."""
-    for given, own in zip(plain.parameters(), copy.parameters(), strict=True):
-        copy_hooks(given, own)
 
 
 class _Noticing(OrderedDict[Any, Any]):

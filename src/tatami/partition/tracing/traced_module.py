@@ -17,6 +17,7 @@ from tatami.partition.tracing.exporting import FollowedProgram, same_leaves
 from tatami.partition.tracing.tracing import Followed, Mode
 from tatami.runtime import batch_operations
 from tatami.runtime.context import ModuleContext, StandsIn
+from tatami.runtime.rows import slot_of
 from tatami.tiling import Span
 
 
@@ -55,8 +56,9 @@ class LocalForward(StandsIn):
         self._variants: dict[tuple[bool, frozenset[str]], fx.GraphModule] = {}
         self._inside: list[tuple[str, nn.Module]] | None = None
         self._known: dict[bool, set[tuple[tuple[int, ...], ...]]] = {True: set(), False: set()}
+        # The dicts are read in every call: a forward pass in training may put other tensors there.
         self._owners = {
-            training: [_owner(module, tensor) for tensor in followed.mode(training).program.tensors]
+            training: [slot_of(module, tensor) for tensor in followed.mode(training).program.tensors]
             for training in (True, False)
         }
 
@@ -203,10 +205,3 @@ def _frozen_in(graph: fx.GraphModule, frozen: frozenset[str], *, before: int, te
             copied.graph.erase_node(node)
     copied.recompile()
     return copied
-
-
-def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where the tensor lies: it is looked up in every call, because a forward pass in training puts others there."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf

@@ -153,13 +153,7 @@ def _timeline(facts: RunFacts) -> Spec:
     tooltip += [{"field": "ms", "type": "quantitative", "format": ".3~f"}]
     bars = {
         "mark": {"type": "bar"},
-        "encoding": {
-            "x": x,
-            "x2": {"field": "ended"},
-            "y": y,
-            "color": _phase_color(words, colours),
-            "tooltip": tooltip,
-        },
+        "encoding": {"x": x, "x2": {"field": "ended"}, "y": y, "color": _phase_color(words, colours), "tooltip": tooltip},
     }
     fits = f"(datum.phase == 'forward' || datum.phase == 'backward') && datum.ms / {most} * width > 14"
     numbers = {

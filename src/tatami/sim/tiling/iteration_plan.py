@@ -226,10 +226,7 @@ def _at_its_size(work: Work, *, speed: float, micro_batches: int) -> Work:
 
 def _legs(work: Work, sums: Sequence[FloorSum]) -> tuple[Leg, ...]:
     """The legs of one rank; computations without a sum between them become one leg."""
-    kinds = {
-        False: (SumKind.FORWARD, SumKind.FORWARD_STATISTICS),
-        True: (SumKind.BACKWARD, SumKind.BACKWARD_STATISTICS),
-    }
+    kinds = {False: (SumKind.FORWARD, SumKind.FORWARD_STATISTICS), True: (SumKind.BACKWARD, SumKind.BACKWARD_STATISTICS)}
 
     def of(backward: bool, block: int) -> tuple[FloorSum, ...]:
         return tuple(each for each in sums if each.planned.kind in kinds[backward] and each.planned.block == block)

@@ -87,12 +87,7 @@ class StagedIteration:
 
 
 def simulate_iteration(
-    plan: StagedPlan,
-    *,
-    cluster: Cluster,
-    platform: AbstractPlatform,
-    speeds: Speeds | None = None,
-    begins_s: float = 0.0,
+    plan: StagedPlan, *, cluster: Cluster, platform: AbstractPlatform, speeds: Speeds | None = None, begins_s: float = 0.0
 ) -> StagedIteration:
     """One iteration of a plan.
 

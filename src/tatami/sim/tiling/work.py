@@ -71,9 +71,7 @@ class Work:
     def part(self, share: float) -> Work:
         """The work of a micro-batch with this share of the samples; the update is not shared out."""
         return replace(
-            self,
-            forward=tuple(share * flop for flop in self.forward),
-            backward=tuple(share * flop for flop in self.backward),
+            self, forward=tuple(share * flop for flop in self.forward), backward=tuple(share * flop for flop in self.backward)
         )
 
     @property
