@@ -219,7 +219,7 @@ def test_a_stand_in_that_changes_its_form_does_not_change_others() -> None:
     """torch's LSTM exchanges the axes of its result in place."""
     shown = StandIn(torch.empty(3, 5, 4, device="meta"), device=torch.device("cpu"))
     (shown * 2).transpose_(0, 1)
-    again = shown * 2
+    again: Any = shown * 2
     assert again.shape == again.meta.shape == (3, 5, 4)
     for kind in (nn.GRU, nn.LSTM, nn.GRU):
         layer = kind(4, 2, batch_first=True)

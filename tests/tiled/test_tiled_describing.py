@@ -63,7 +63,7 @@ def test_what_is_repeated_is_counted_as_what_is_split() -> None:
 
 
 def test_the_products_of_a_bilinear_layer_are_counted() -> None:
-    """A product that is repeated, and one that is split: 2 x 6 x 6 x 8 a sample and the weight's gradient, and 8 activations."""
+    """A product that is repeated, and one that is split: 2 x 6 x 6 x 8 a sample, its weight's gradient, and 8 activations."""
 
     class Net(nn.Module):
         def __init__(self, last: nn.Module) -> None:

@@ -25,7 +25,7 @@ _SIZES = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8}){2,999}")
 """Layer sizes of a network, as `tatami.workload.parse_net` reads them."""
 _LEAST_MEMORY_BYTES = 1 << 20
 _LEAST_BANDWIDTH_BYTES_PER_S = 1e4
-"""Of a smaller number the unit was forgotten."""
+"""Smaller numbers are those whose unit was forgotten."""
 _MEMORY_UNITS = ("bytes", "GiB", "MiB")
 _BANDWIDTH_UNITS = ("bytes/s", "Mbit/s", "Gbit/s")
 _Number = TypeVar("_Number", int, float)
