@@ -216,6 +216,10 @@ def test_stages_are_planned(world: World, asked: dict[str, Any]) -> None:
     ("asked", "told"),
     [
         ({"stages": 9}, "9 stages are more than the"),
+        (
+            {"layout": staged(3, stages=3, cuts=(1, 99))},
+            "cut in front of piece 99, and the network's pieces are 0 tokens, 1 blocks",
+        ),
         ({"stages": 2, "sample": None}, "need a sample"),
         ({"stages": 2, "random": "local"}, "leave random='local' out"),
         ({"stages": 2, "micro_batches": 99}, "99 micro-batches are more than the 6 samples"),

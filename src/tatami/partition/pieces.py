@@ -120,7 +120,10 @@ class RecordedNetwork:
         Raises:
             ModelError: it cannot be cut there.
         """
-        self.refuse_few(max(cuts, default=0) + 1)
+        self.refuse_few(len(cuts) + 1)
+        if max(cuts, default=0) >= len(self.pieces):
+            names = ", ".join(f"{place} {piece.name}" for place, piece in enumerate(self.pieces[:8]))
+            raise ModelError(f"this layout is cut in front of piece {max(cuts)}, and the network's pieces are {names}")
         return Staging(program=self.program, cuts=tuple(self.firsts[cut] for cut in cuts))
 
 
