@@ -203,7 +203,7 @@ def test_stages_that_recompute_save_the_memory_that_the_plan_says() -> None:
     torch.manual_seed(3)
     network = GPT(width=24, layers=6, dropout=0.1, flash=False)
     x = torch.randint(11, (12, 8), generator=torch.Generator().manual_seed(1))
-    layout = staged(2, stages=2, cuts=(6,), micro_batches=6)
+    layout = staged(2, stages=2, cuts=(7,), micro_batches=6)
 
     def body(comm: AbstractCommunicator) -> list[tuple[int, float]]:
         found = []
