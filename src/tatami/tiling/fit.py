@@ -25,10 +25,6 @@ _MOST_PLACED = 1024
 """Processors in all of them together, unless one alone has more."""
 _MOST_REASONS = 16
 """Hosts for each of which the reason is looked for why its processors are left out; of more, for all together."""
-_LEAST_SAVED = 0.02
-"""Fraction of an iteration that leaving out processors must save where they are ranks of the run anyway. Predictions are not
-better than that, and sums hide behind the backward pass only where every rank is a replica: a plan of seven of eight hosts
-that was predicted to take as long as all eight took 1.3 x as long."""
 
 
 def fit(
@@ -164,10 +160,8 @@ class _Search:
     def _take(self, fitted: Fitted) -> None:
         """Keep the cheapest; of equals, the first."""
         run = self._cluster if self._idle else self._cluster.only(fitted.layout.processors)
-        price, least = self._cost.price(fitted.layout, cluster=run, workload=self._workload).total, self._least
-        if self._idle and self.best is not None and len(fitted.layout.processors) < len(self.best.layout.processors):
-            least *= 1 - _LEAST_SAVED
-        if price < least:
+        price = self._cost.price(fitted.layout, cluster=run, workload=self._workload).total
+        if price < self._least:
             self.best, self._least = fitted, price
 
 
