@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from tatami.errors import ModelError
+
 
 class AbstractGradientSums(ABC):
     """Sums the gradients of one model over its replicas."""
@@ -61,3 +63,16 @@ class AbstractGradientSums(ABC):
         Returns:
             The sums; None where no rank had a part.
         """
+
+
+def refuse_counted_rows(name: str, layer: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: the gradient of the layer, an embedding, depends on all samples of the batch together, so that no sum over
+            replicas gives it.
+    """
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
+        raise ModelError(
+            f"layer {name or '(the model itself)'} ({type(layer).__name__}) divides gradients by how often its samples look up "
+            "a row, and a rank sees only its own samples. Set scale_grad_by_freq=False"
+        )

@@ -23,6 +23,7 @@ from tatami.comm.agreement import Watch, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.errors import InputError, TatamiError
 from tatami.functions.structure import with_tensors
+from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
@@ -86,8 +87,8 @@ class DataParallel(nn.Module):
 
         Raises:
             InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is not a float;
-                not one speed for each rank; a module that is in another DataParallel; an embedding with
-                `scale_grad_by_freq`.
+                not one speed for each rank; a module that is in another DataParallel.
+            ModelError: an embedding with `scale_grad_by_freq`.
         """
         super().__init__()
         self._shares = SpeedShares([1.0] * comm.size if speeds is None else speeds, comm, where="DataParallel")
@@ -103,11 +104,7 @@ class DataParallel(nn.Module):
         if not trained:
             raise InputError("no parameter of this network requires gradients; there is nothing to train")
         for name, layer in module.named_modules():
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
-                raise InputError(
-                    f"layer {name or '(the model itself)'} ({type(layer).__name__}) divides gradients by how often its samples "
-                    "look up a row, and a rank sees only its own samples. Set scale_grad_by_freq=False"
-                )
+            refuse_counted_rows(name, layer)
         self._comm = comm.duplicate()
         watch_steps()
         self._num_looks = 0

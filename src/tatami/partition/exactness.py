@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tatami.errors import ModelError
+from tatami.gradients.base import refuse_counted_rows
 from tatami.partition.linear_pairs import traced
 from tatami.partition.tracing.capturing import Captured
 from tatami.partition.tracing.exporting import line_of_caller
@@ -66,11 +67,7 @@ def refuse_inexact(
             raise ModelError(f"{what} keeps running statistics of this rank's samples alone. Set track_running_stats=False")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(f"{what} has sparse gradients, which are not summed over ranks. Set sparse=False")
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
-            raise ModelError(
-                f"{what} divides gradients by how often its samples look up a row, and a rank sees only its own samples. Set "
-                "scale_grad_by_freq=False"
-            )
+        refuse_counted_rows(name, module)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ModelError(
                 f"{what} shortens the rows that its samples look up, and a rank sees only its own samples. Set max_norm=None"

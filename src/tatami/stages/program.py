@@ -201,7 +201,7 @@ class Handover:
     Attributes:
         value: its number.
         source, target: the stages.
-        requires_grad: whether its gradient comes back.
+        requires_grad: whether its gradient came back when the network was recorded; weights may be frozen since.
     """
 
     value: int

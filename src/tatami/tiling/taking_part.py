@@ -46,7 +46,7 @@ _IDEAL = Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)
 WORTH_PLANNING = 1.1
 """A set whose quick price is higher by more than this than the best plan is not planned."""
 _HALVINGS = 60
-"""A fraction of the span in which the time of whole samples lies: the resolution of a float."""
+"""Steps of a bisection, whose last interval is as small as a float resolves."""
 _WORTH = 0.01
 """Fraction of an iteration that a processor must save, if only its speed counted, not to be too slow."""
 

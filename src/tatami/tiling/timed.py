@@ -55,11 +55,10 @@ class TimedPlanner(AbstractPlanner):
             found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
         if found is None:
             return layouts[0]
-        # Replicas of one rank, too: rounded shares may be the only reason why they are slower.
-        single = data_parallel(at_equal_times(cluster, workload=workload).processors)
-        scale = cost.scale(cluster)
-        whole = [evened(each, cluster=cluster, workload=workload, flop_per_s=scale) for each in (found, single)]
-        return cheapest_whole([found, *whole], cluster=cluster, workload=workload, cost=cost) or found
+        whole = evened(found, cluster=cluster, workload=workload, flop_per_s=cost.scale(cluster))
+        if whole is not found:
+            found = cheapest_whole([found, whole], cluster=cluster, workload=workload, cost=cost)
+        return layouts[0] if found is None else found
 
 
 def balanced(

@@ -184,18 +184,18 @@ class TrainingCheckpoints:
 
 
 def _state(setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches) -> State:
-    """What this rank writes. The first rank writes what all have alike."""
+    """What this rank writes. The first rank writes what is the same on all of them."""
     model, optimizer = setup.model, setup.optimizer
     common = None
     averages = averages_of(model.parameters())
-    alike = common_state(model, optimizer, averages)
+    shared = common_state(model, optimizer, averages)
     if model.comm.rank == 0:
-        common = {**alike, **progress_state(setup, position), "data": _facts(setup, batches)}
+        common = {**shared, **progress_state(setup, position), "data": _facts(setup, batches)}
     return {"common": common, "shard": shard_of(model, optimizer, averages), "own": batches.position()}
 
 
 def progress_state(setup: TrainingSetup, position: TrainingPosition) -> State:
-    """How far training has come, with what has a state beside the weights and the optimizer; the same on all ranks.
+    """How far training has come, with all that has a state except the weights and the optimizer; the same on all ranks.
 
     Raises:
         InputError: a callback has the state of an optimizer of the weights, which differs between ranks.
