@@ -78,7 +78,7 @@ class SharedBatch:
             return table.double() if self.counts else torch.zeros_like(table, dtype=torch.float64)
         room = self.sums.room(lines * self.channels, device=table.device).view(lines, self.channels)
         self.write(room, table)
-        return self.read(self.run(what).view(lines, self.channels))
+        return self.read(self.run(what).view(lines, self.channels), table.device)
 
     def write(self, room: torch.Tensor, table: torch.Tensor) -> None:
         """(lines, channels_here) where they belong in (lines, channels), and zeros where this rank has nothing to tell."""
@@ -87,11 +87,11 @@ class SharedBatch:
             return
         room.zero_()
         if self.counts and self.positions is not None:
-            room[:, self.positions] = table.double()
+            room[:, self.positions] = table.double().to(room.device)
 
-    def read(self, table: torch.Tensor) -> torch.Tensor:
-        """(lines, channels) to (lines, channels_here)."""
-        return table if self.positions is None else table[:, self.positions]
+    def read(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """(lines, channels) to (lines, channels_here) on this rank's device."""
+        return (table if self.positions is None else table[:, self.positions]).to(device)
 
     def run(self, what: str) -> torch.Tensor:
         assert self.sums is not None
@@ -302,7 +302,7 @@ def _statistics(values: torch.Tensor, batch: SharedBatch) -> _Statistics:
     table = batch.run("forward pass")
     total = float(table[0])
     _check(total, batch)
-    both = batch.read(table[1:].view(2, channels)) / max(total, 1.0)
+    both = batch.read(table[1:].view(2, channels), mean.device) / max(total, 1.0)
     both[1].addcmul_(both[0], both[0], value=-1).clamp_(min=0.0)
     mean, variance = both.to(dtype)
     return _Statistics(mean, variance, total)
@@ -317,10 +317,10 @@ def _put_together(mean: torch.Tensor, squares: torch.Tensor, count: int, batch: 
         room[batch.replica, 0] = count if batch.gives else 0
         batch.write(room[batch.replica, 1:].view(2, -1), torch.stack((mean, squares)))
     table = batch.run("forward pass").view(shape)
-    counts = table[:, :1]
-    total = float(counts.sum())
+    total = float(table[:, 0].sum())
     _check(total, batch)
-    means, spreads = (batch.read(each) for each in (table[:, 1 : 1 + batch.channels], table[:, 1 + batch.channels :]))
+    counts = table[:, :1].to(mean.device)
+    means, spreads = (batch.read(each, mean.device) for each in torch.split(table[:, 1:], batch.channels, dim=1))
     whole = (counts * means).sum(0) / max(total, 1.0)
     return _Statistics(whole, (spreads + counts * (means - whole).square_()).sum(0) / max(total, 1.0), total)
 

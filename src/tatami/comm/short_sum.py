@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.transport import Transport
 from tatami.comm.window import AbstractSharedWindow
 from tatami.errors import CommError
 
@@ -72,15 +73,19 @@ class ShortSum:
         self._given: torch.Tensor | _Slots | None = None
 
     def room(self, size: int, *, device: torch.device | None = None) -> torch.Tensor:
-        """(size,) where this rank writes the vector that the next `run` sums; what was there before is of no meaning."""
-        if self._shares and (device is None or device.type == "cpu"):
+        """(size,) where this rank writes the vector that the next `run` sums; what was there before is of no meaning.
+
+        It is in host memory, whatever `device` the vector comes from, as that of ranks on CPUs is; on the device under NCCL.
+        """
+        on_device = device is not None and device.type != "cpu" and self._comm.transport is Transport.NCCL
+        if self._shares and not on_device:
             key = self._half, size
             slots = self._slots.get(key)
             if slots is None:
                 slots = self._cut(size)
             self._given = slots
             return slots.room
-        where = device or torch.device("cpu")
+        where = device if device is not None and on_device else torch.device("cpu")
         buffer = self._buffers.get((size, where))
         if buffer is None:
             buffer = self._buffers[size, where] = torch.empty(size + _BESIDE, dtype=torch.float64, device=where)
