@@ -86,12 +86,14 @@ def check_finite(value: float, *, name: str) -> None:
         raise InputError(f"{name} must be a finite number, not {value}")
 
 
-def check_at_least(least: int, **numbers: int | None) -> None:
+def check_at_least(least: int, **numbers: float | None) -> None:
     """
     Raises:
-        InputError: one of `numbers` is less than `least`; says which. None is left out.
+        InputError: one of `numbers` is less than `least` or not whole; says which. None is left out.
     """
     for name, number in numbers.items():
+        if isinstance(number, float):
+            raise InputError(f"{name} must be a whole number, not {number!r}")
         if number is not None and number < least:
             raise InputError(f"{name} must be at least {least}, not {number}")
 

@@ -146,7 +146,7 @@ def tile(
     if batch_norm not in ("global", "local"):
         raise InputError(f"batch_norm must be 'global' or 'local', not {batch_norm!r}")
     check_wire(wire)
-    check_at_least(1, stages=stages, micro_batches=micro_batches)
+    check_at_least(1, batch_size=batch_size, stages=stages, micro_batches=micro_batches)
     check_at_least(0, optimizer_moments=optimizer_moments)
     if layout is not None and stages is not None:
         raise InputError(f"give tatami.tile a layout or a number of stages, not both; the layout is {layout.to_json()}")

@@ -168,14 +168,12 @@ def _replicas(plan: Plan | StagedPlan) -> str:
 
 
 def _labels(labels: Sequence[str]) -> str:
-    """The first in a line of its own, and the others below it."""
-    known, planners = (
-        [each for each in labels if " " in each or each == "recommended"],
-        [each for each in labels if " " not in each],
-    )
-    lines = [", ".join(known)] if known else []
-    others = [each for each in planners if each != "recommended"]
-    return "\n".join([*lines, *([", ".join(others)] if others else [])])
+    """What the plan is in a line of its own, and the planners that found it below."""
+    known = [each for each in labels if " " in each or each == "recommended"]
+    planners = [each for each in labels if each not in known]
+    found_by = f"planner{'s' if len(planners) > 1 else ''} {', '.join(planners)}"
+    below = [f"({found_by})" if known else found_by] if planners else []
+    return "\n".join([*([", ".join(known)] if known else []), *below])
 
 
 def is_same(one: Plan, other: Plan) -> bool:
