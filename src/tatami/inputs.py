@@ -86,7 +86,7 @@ def check_finite(value: float, *, name: str) -> None:
         raise InputError(f"{name} must be a finite number, not {value}")
 
 
-def check_at_least(least: int, **numbers: float | None) -> None:
+def check_at_least(least: int, **numbers: Any) -> None:
     """
     Raises:
         InputError: one of `numbers` is less than `least` or not whole; says which. None is left out.
