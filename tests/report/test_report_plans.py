@@ -132,7 +132,7 @@ def test_plans_that_are_the_same_are_one_row() -> None:
     plans = compare(["even", "weighted", "timed"], cluster=cluster, workload=MLP)
     table = plan_table(plans=plans, best=plans[2], weighted=plans[1], alone=None, cluster=cluster)
     assert table.rows[0][:4] == ("one machine alone", "-", "-", "no room")
-    assert [row[0] for row in table.rows[1:]] == ["weighted data parallelism, recommended\n(planner even)"]
+    assert [row[0] for row in table.rows[1:]] == ["weighted data parallelism,\nrecommended\n(planner even)"]
     assert table.best == 1
     table = plan_table(plans=plans[2:], best=plans[2], weighted=None, alone=None, cluster=cluster)
     assert [row[0] for row in table.rows[2:]] == ["recommended, data parallelism"]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from tatami.report.tables import Table
@@ -22,9 +23,12 @@ RANK_TERMINAL_VARIABLE = "TATAMI_TERMINAL"
 def show(*parts: str | Text | Table) -> None:
     """Print results for people, on stdout."""
     console = _console(sys.stdout)
+    drawn = [_drawn(part) for part in parts if isinstance(part, Table)]
+    wide = console.options.update(max_width=1000)
+    fit = all(console.measure(each, options=wide).maximum <= console.width for each in drawn)  # in one style, or in the other
     for part in parts:
         if isinstance(part, Table):
-            _show_table(console, part)
+            _show_table(console, part, drawn.pop(0) if fit else None)
         else:
             # Soft wrapping: a terminal breaks long lines at its edge, but copied or piped text stays on one line.
             console.print(part if isinstance(part, Text) else Text(part), soft_wrap=True)
@@ -84,12 +88,16 @@ def _show_warning(
     tell(f"warning: {message}", style="yellow")
 
 
-def _show_table(console: Console, table: Table) -> None:
-    """Print a table with rich where it fits, otherwise as plain text, because a truncated table cannot be read."""
+def _drawn(table: Table) -> RichTable:
     rich_table = table.to_rich()
     rich_table.show_edge = False
-    if console.measure(rich_table, options=console.options.update(max_width=1000)).maximum <= console.width:
-        console.print(rich_table)
+    return rich_table
+
+
+def _show_table(console: Console, table: Table, drawn: RichTable | None) -> None:
+    """Print a table as `drawn`, or else as plain text, because a truncated table cannot be read."""
+    if drawn is not None:
+        console.print(drawn)
         return
     text = table.to_text()
     if max(map(len, text.splitlines())) > console.width:

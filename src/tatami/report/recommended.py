@@ -17,6 +17,9 @@ from tatami.units import format_bandwidth, format_duration, format_size, format_
 _MOST_NAMED = 4
 _MOST_IDLE = 8
 """Names of machines in a sentence."""
+_WIDEST_LABEL = 30
+"""Characters of what a plan is called; more are several lines, so that tables fit into a terminal of 80."""
+_NO_FASTER = "no plan that gives them work was predicted to be faster"
 _LEAST_PART = 0.01
 
 
@@ -52,13 +55,15 @@ def recomputing_words(plan: Plan | StagedPlan, otherwise: Mapping[str, float], *
 
 
 def without_work(placed: Sequence[str], *, cluster: Cluster, reasons: Mapping[str, Reason] | None = None) -> str:
-    """A sentence that names those of the cluster that are not `placed`, and why; empty where there is none."""
+    """A sentence that names those of the cluster that are not `placed`, and why (`reasons`, or that no plan with them was
+    predicted to be faster); empty where there is none."""
     names, known = display_names(cluster), set(placed)
     idle: dict[str, list[str]] = {}
     for each in cluster.processors:
         if each.name not in known:
-            reason = (reasons or {}).get(each.name)
-            idle.setdefault("" if reason is None else f" ({reason.value})", []).append(names[each.name])
+            reason = reasons.get(each.name) if reasons is not None else None
+            known_why = _NO_FASTER if reasons is None else reason and reason.value
+            idle.setdefault(f" ({known_why})" if known_why else "", []).append(names[each.name])
     listed = "; ".join(f"{_listed(own)}{reason}" for reason, own in idle.items())
     return f" Without work: {listed}." if idle else ""
 
@@ -173,7 +178,9 @@ def _labels(labels: Sequence[str]) -> str:
     planners = [each for each in labels if each not in known]
     found_by = f"planner{'s' if len(planners) > 1 else ''} {', '.join(planners)}"
     below = [f"({found_by})" if known else found_by] if planners else []
-    return "\n".join([*([", ".join(known)] if known else []), *below])
+    words = ", ".join(known)
+    lines = [words] if len(words) <= _WIDEST_LABEL else [f"{each}," for each in known[:-1]] + known[-1:]
+    return "\n".join([*(lines if known else []), *below])
 
 
 def is_same(one: Plan, other: Plan) -> bool:

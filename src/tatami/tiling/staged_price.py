@@ -347,7 +347,8 @@ class _Price:
             "filling and draining the pipeline": filled_s - hand_over_s,
             "hand-overs": hand_over_s,
         }
-        flowing["gradient sums and updates"] = total_s - sum(flowing.values())
+        whose = " of weights that stages share" if self.tied and self.layout.num_replicas == 1 else ""
+        flowing[f"updates and gradient sums{whose}"] = total_s - sum(flowing.values())
         return StagedPlan(
             workload=self.workload,
             layout=self.layout,
