@@ -1030,6 +1030,7 @@ class TiledModel(nn.Module):
         self.cluster = cluster
         self.names = tuple(processor.name for processor in cluster.processors)
         self._watches = self._make_watches()
+        self._num_looks = 0  # as that of a rank that has joined: all look at the same elements
 
     def _place(self, layout: Layout, *, stage: ModelStage | None, workload: Workload, found: Blocks) -> Placement:
         """See `place`; the model stays as it is. Collective.
@@ -1111,7 +1112,7 @@ class TiledModel(nn.Module):
     def _settings_of(self, module: nn.Module) -> ModuleSettings:
         partial: dict[str, frozenset[str]] = {}
         for pair in self.found.pairs:
-            partial |= dict.fromkeys((*pair.dropouts, *pair.others), frozenset[str]())
+            partial |= dict.fromkeys(pair.between, frozenset[str]())
             partial |= {pair.first: frozenset({"_forward_pre_hooks"}), pair.second: frozenset({"_forward_hooks"})}
         return ModuleSettings(module, followed=self.found.followed, partial=partial, replaceable=works_elementwise)
 
@@ -1121,7 +1122,8 @@ class TiledModel(nn.Module):
         watches = [watch] if self.stage is None else [Watch(self.comm, always=debugging()), watch]
         watches[0].add(self._batch.own, self._batch.refuse)
         if not self.comm.changes:  # a rank that has joined has made fewer steps
-            watch.add(lambda: steps_of(self._gradients.parameters), refuse_other_steps)
+            # Parameters of other stages, too: a learning rate of one stage alone would be seen by no other rank of it.
+            watches[0].add(lambda: steps_of(self.parameters()), refuse_other_steps)
         watch.add(self._weights, refuse_other_weights)
         return watches
 

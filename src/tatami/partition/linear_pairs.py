@@ -51,11 +51,21 @@ class PairNames:
     dropouts: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
+    @property
+    def between(self) -> set[str]:
+        """What sees some of the units where ranks share them: modules between, and containers of one end, as an encoder is."""
+        members = {self.first, *self.dropouts, *self.others, self.second}
+        around = {name.rsplit(".", count)[0] for name in members for count in range(1, name.count(".") + 1)}
+        inside = {name for name in around if not (self.first.startswith(f"{name}.") and self.second.startswith(f"{name}."))}
+        return inside | {*self.dropouts, *self.others}
+
 
 def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
-    """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs."""
+    """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs, and nothing
+    between has hooks, which are to be called with what is whole."""
     graph = traced(model).graph
-    return tuple(_disjoint(list(_sequential_chains(model) if graph is None else _graph_chains(model, graph))))
+    chains = _sequential_chains(model) if graph is None else _graph_chains(model, graph)
+    return tuple(_disjoint([pair for pair in chains if not any(has_hooks(model.get_submodule(name)) for name in pair.between)]))
 
 
 _tracing = threading.Lock()

@@ -10,7 +10,6 @@ that are empty, as most of those of hooks are, are put there that notice when so
 
 from __future__ import annotations
 
-import functools
 import operator
 import reprlib
 from collections import OrderedDict
@@ -28,6 +27,7 @@ _FREE = frozenset({
     "inplace", "_is_full_backward_hook", "_non_persistent_buffers_set", "forward", "in_features", "out_features", "in_channels",
     "out_channels", "num_features", "elementwise_affine",
 })  # fmt: skip
+_PLAIN = (int, float, complex, str, list, tuple, dict, set)
 _READ_BY_PROGRAMS = frozenset({"momentum", "eps"})
 """Settings of batch normalization that a program reads in every pass."""
 
@@ -44,6 +44,14 @@ def has_hooks(module: nn.Module, *, forward: bool = True) -> bool:
         if parameter is not None:
             own += [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
     return any(own)
+
+
+def has_inner_hooks(module: nn.Module) -> bool:
+    """Whether modules inside of this one have forward hooks, which a program of this one would not call; those of torch that
+    compute weights (`torch.nn.utils.weight_norm`) are a part of the program."""
+    inside = (each for each in module.modules() if each is not module)
+    hooks = (hook for each in inside for kind in _HOOKS[:2] for hook in vars(each)[kind].values())
+    return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
 
 
 class _Noticing(OrderedDict[Any, Any]):
@@ -118,19 +126,20 @@ class ModuleSettings:
                 "pass; or give replicas of one rank (layout=...)"
             )
         for name, module, whole in self._partial:
-            for kind in _HOOKS:
-                hooks = vars(module)[kind]
-                for key, hook in hooks.items():
-                    if kind not in whole and not hasattr(hook, "tatami_looks"):
-                        hooks[key] = _looking(hook, name)
+            if any(vars(module)[kind] for kind in _HOOKS if kind not in whole):
+                raise ModelError(
+                    f"{name} has got a hook since the network was tiled. Ranks share the units there, so it would be called "
+                    "with some of them only: register it before tatami.tile, or give replicas of one rank (layout=...)"
+                )
         self._remember()
 
     def _remember(self) -> None:
         """What is compared in every pass: whole lists, by identity first."""
         modules = [(vars(module), _settings_of(module)) for _, module, _ in self._followed]
         owned = modules + [(vars(each), list(vars(each))) for each in self._objects().values()]
+        owned += [(vars(each), names) for each, names in self._classes().items()]
         self._takes = [operator.itemgetter(*names, names[0]) for _, names in owned if names]
-        self._from = [held for held, names in owned if names]
+        self._from: list[Mapping[str, Any]] = [held for held, names in owned if names]
         self._functions = [(vars(owner), key) for _, owner in self._owners for key in _functions_of(owner)]
         tensors = [
             value
@@ -180,6 +189,8 @@ class ModuleSettings:
                 found[f"the forward of {label}"] = vars(module).get("forward")
                 found[f"the list of hooks of {label}"] = [hook for key in _HOOKS for hook in vars(module)[key].values()]
         found |= {f"{name}.{key}": _kept(value) for name, each in self._objects().items() for key, value in vars(each).items()}
+        for kind, names in self._classes().items():
+            found |= {f"{kind.__name__}.{key}": _kept(vars(kind)[key]) for key in names}
         for name, module, _ in [*self._followed, *self._partial]:
             label = f"the list of parameters and buffers of {name or 'the network'}"
             found[label] = [*module._parameters, *module._buffers]
@@ -194,6 +205,15 @@ class ModuleSettings:
                 found[f"{name or 'the network'}.{key}"] = vars(owner)[key]
                 self._replaced.add(f"{name or 'the network'}.{key}")
         return found
+
+    def _classes(self) -> dict[type, list[str]]:
+        """The classes of followed modules, but for torch's, and their attributes that are numbers, texts and collections."""
+        known = dict.fromkeys(each for _, module, _ in self._followed for each in type(module).__mro__)
+        return {
+            each: [key for key, value in vars(each).items() if isinstance(value, _PLAIN) and not key.startswith("__")]
+            for each in known
+            if not each.__module__.startswith(("torch.", "builtins"))
+        }
 
     def _objects(self) -> dict[str, Any]:
         """What modules hold that has attributes itself, such as a configuration."""
@@ -223,18 +243,3 @@ def _kept(value: Any) -> Any:
     if type(value) is dict:
         return {key: _kept(each) for key, each in value.items()}
     return set(value) if type(value) is set else value
-
-
-def _looking(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A hook of a module that sees some of the units: it may look, and not change what it is called with."""
-
-    @functools.wraps(hook)
-    def look(*args: Any, **kwargs: Any) -> None:
-        if hook(*args, **kwargs) is not None:
-            raise ModelError(
-                f"a hook of {name} returns something in place of what it is called with, which is of some of the units only. "
-                "Register it before tatami.tile, or give replicas of one rank (layout=...)"
-            )
-
-    look.tatami_looks = True  # type: ignore[attr-defined]
-    return look
