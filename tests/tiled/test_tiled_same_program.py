@@ -88,10 +88,6 @@ class Net(nn.Module):
         return x
 
 
-def hook(layer: Any) -> None:
-    layer.first.register_forward_hook(lambda module, args, output: 3.0 * output)  # noqa: ARG005
-
-
 def other_class(layer: Any) -> None:
     layer.drop = Frozen(0.2)
     layer.drop.training = False
@@ -117,7 +113,6 @@ DIFFERENT: dict[str, tuple[str, Change]] = {
     ),
     "function": ("nothing", lambda layer: setattr(layer, "act", torch.tanh)),
     "closure": ("nothing", lambda layer: setattr(layer, "act", lambda h: 2.0 * torch.relu(h))),
-    "hook": ("nothing", hook),
     "class inside": ("nothing", other_class),
     "frozen weight": ("nothing", lambda layer: layer.first.weight.requires_grad_(False)),
     "which layer it is": ("which layer it is", nothing),

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -192,7 +193,10 @@ CASES = {
     ),
     "mixing hook in a pair": Case(
         change=at(2, lambda n: n.pair[1].register_forward_hook(lambda *given: given[2] - given[2].mean(-1, keepdim=True))),
-        refused=r"a hook of pair\.1 returns something",
+        refused=r"pair\.1 has got a hook",
+    ),
+    "hook that looks in a pair": Case(
+        change=at(2, lambda n: n.pair[1].register_forward_hook(lambda *_: None)), refused=r"pair\.1 has got a hook"
     ),
     "prune": Case(change=at(2, lambda n: PRUNE(n.gated.up, "weight", 0.5)), refused=r"gated\.up"),
     "prune in a pair": Case(
@@ -239,6 +243,51 @@ def clipped(model: nn.Module) -> torch.optim.Optimizer:
 
     optimizer.register_step_pre_hook(clip)
     return optimizer
+
+
+@pytest.mark.ranks(2)
+def test_after_a_rank_has_joined_all_look_at_the_elements_that_it_looks_at(comm: AbstractCommunicator) -> None:
+    model = tiled(network(), comm, split(comm.size))
+    first, second = model._weights(), model._weights()
+    assert second != first
+    model._regroup(cluster=model.cluster)
+    assert model._weights() == first
+
+
+@pytest.mark.ranks(2)
+def test_a_number_of_a_class_is_one_of_its_modules(comm: AbstractCommunicator) -> None:
+    class Scaled(Gate):
+        factor = 1.0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.factor * super().forward(x)
+
+    built = network()
+    built.gated = Scaled().double()
+    model = tiled(built, comm, split(comm.size))
+    model(model.local(batch()[0]))
+    Scaled.factor = 2.0
+    with pytest.raises(ModelError, match=r"Scaled\.factor was changed after the network was tiled: it was 1.0, and is 2.0"):
+        model(model.local(batch()[0]))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("sample", [None, batch()[0]])
+def test_hooks_that_were_there_before_are_called_with_whole_tensors(comm: AbstractCommunicator, sample: Any) -> None:
+    """Those of layers, of what is between them, and of an encoder whose last layer would be the first one of a pair."""
+    built, seen = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), []
+    for inner in (built[0], built[2]):
+        inner.register_forward_hook(lambda _, __, found: seen.append((threading.get_ident(), found.shape)))
+    layout = split(comm.size)
+    model = tile(
+        built.double(), comm, batch_size=SAMPLES, sample=sample, layout=layout, reduction="mean", speeds="equal", quiet=True
+    )
+    x = model.local(batch()[0])
+    seen.clear()
+    comm.barrier()
+    for _ in range(2):
+        model(x)
+    assert [shape for thread, shape in seen if thread == threading.get_ident()] == [(len(x), 8)] * 4
 
 
 DRIFTS = {
