@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -632,3 +633,84 @@ def test_stages_are_frozen_and_trained_again(world: World, frozen_at: tuple[int,
     found = world(body)[0]
     loop(network, list(network.parameters())[:-2], lambda *batch: [batch])
     assert_same(found, network.state_dict())
+
+
+class Deep(nn.Module):
+    """The results of the last layer and of the first one."""
+
+    def __init__(self, gives: Callable[[torch.Tensor, torch.Tensor], Any] = lambda *given: given) -> None:
+        super().__init__()
+        self.layers, self.gives = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), gives
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            found.append(x)
+        return self.gives(found[-1], found[0])
+
+
+def by_mask(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    chosen = y[:, 0] > 0.5
+    return F.mse_loss(x[chosen], y[chosen], reduction="sum")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("of", "reduction"), [(F.mse_loss, "mean"), (by_mask, "sum")])
+def test_a_loss_reads_results_of_several_stages(world: World, of: Callable[..., torch.Tensor], reduction: Any) -> None:
+    """The stage in the middle has received one of them, and computes neither."""
+    x, y, network = floats(12, 3), floats(12, 3), made(Deep)()
+
+    def loop(model: Any, parts: Callable[..., Any]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for own_x, own_y in parts(x, y):
+                last, first = model(own_x)
+                torch.autograd.backward(of(last, own_y) + 2 * of(first, own_y))
+            optimizer.step()
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=2)
+        own = copy.deepcopy(network)
+        model = tatami.tile(own, comm, batch_size=12, sample=x[:4], reduction=reduction, quiet=True, layout=layout)
+        loop(model, model.micro_batches)
+        return whole_state_dict(model)
+
+    found = world(body)[0]
+    loop(network, lambda *batch: [batch])
+    assert_same(found, network.state_dict())
+
+
+@dataclass
+class Given:
+    last: torch.Tensor
+    first: torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_results_in_which_no_tensor_is_found_are_refused(comm: AbstractCommunicator) -> None:
+    x, layout = floats(12, 3), staged(2, stages=2, cuts=(1,))
+    with pytest.raises(ModelError, match="returns a Given, in which results of other pipeline stages are not found"):
+        tatami.tile(Deep(Given).double(), comm, batch_size=12, sample=x, reduction="mean", quiet=True, layout=layout)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["rate", "steps"])
+def test_a_stage_that_steps_otherwise_is_found(comm: AbstractCommunicator, way: str) -> None:
+    """No other rank has its weights."""
+    x, y, layout = floats(12, 3), floats(12, 3), staged(2, stages=2, cuts=(1,))
+    model = tatami.tile(Deep().double(), comm, batch_size=12, sample=x, reduction="mean", quiet=True, layout=layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if way == "steps" else 0.1 + comm.rank)
+    told = "SGD has made 2 steps on rank 1" if way == "steps" else "lr of SGD is 1.1 on rank 1"
+
+    def train() -> None:
+        for step in range(8):
+            optimizer.zero_grad()
+            inputs, targets = model.local(x, y)
+            torch.autograd.backward(F.mse_loss(model(inputs)[0], targets))
+            if way == "rate" or comm.rank == 0 or step < 2:
+                optimizer.step()
+
+    with pytest.raises(InputError, match=told):
+        train()

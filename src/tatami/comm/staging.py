@@ -12,8 +12,9 @@ from tatami.errors import InputError
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Whether it has values that could be sent: a tensor of the device "meta" has none."""
-    return tensor.is_cpu or tensor.device.type != "meta"
+    """Whether it has values that could be sent: a tensor of the device "meta" has none, nor has one that stands for a tensor of
+    another pipeline stage, whose shape is that of its `meta`."""
+    return tensor.device.type != "meta" and not hasattr(tensor, "meta")
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tatami.errors import ModelError
 from tatami.stages.program import (
     ForwardCall,
     ForwardForm,
@@ -83,6 +84,13 @@ def record(
     recorder = _Recorder(module, atoms=atoms, meter=meter)
     with recorder.attached(), _Seeing(recorder), recorder:
         out = module(*args, **kwargs)
+    for leaf in pytree.tree_leaves(out):
+        held = [] if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(each, torch.Tensor) for each in held):
+            raise ModelError(
+                f"the network returns a {type(leaf).__name__}, in which results of other pipeline stages are not found: return "
+                "a dict, a tuple, a namedtuple or a ModelOutput of transformers, or use one stage"
+            )
     return recorder.program(out)
 
 

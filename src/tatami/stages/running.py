@@ -250,7 +250,10 @@ class _Pass(TorchFunctionMode):
             return self._handed_over(out, call.returns, stage, first=call.first)
 
     def end(self, out: Any) -> Any:
-        """What `forward` returns: what was sent to the last stage is a stand-in here, as it is not the whole result."""
+        """What `forward` returns: what was sent to the last stage is a stand-in here, as it is not the whole result; so is what
+        came from an earlier stage, which has sent it to the last one as well."""
+        if self.runner.stage < self.part.staging.num_stages - 1:
+            self.shown |= {id(each): (each, stand_in_of(each.detach())) for each in self.taken.values()}
         out = pytree.tree_map_only(torch.Tensor, self._shown, out)
         leaves, structure = pytree.tree_flatten(out)
         self._lead_back(leaves)

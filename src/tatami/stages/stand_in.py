@@ -14,6 +14,8 @@ from tatami.errors import ModelError
 _aten = torch.ops.aten
 _LOOKS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default})
 """Operations that hand a value to Python."""
+_INDEXING = frozenset({_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.index_put.default, _aten.index_put_.default,
+                       _aten._index_put_impl_.default})  # fmt: skip
 _KEPT = 4096
 _known: dict[Any, Any] = {}
 """What operations return on the meta device, by the form of what they are given: many take a millisecond there, in Python."""
@@ -42,6 +44,12 @@ class StandIn(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StandIn({tuple(self.shape)}, {self.dtype})"
 
+    def tolist(self) -> Any:
+        raise _not_here()
+
+    def numpy(self, **_: Any) -> Any:
+        raise _not_here()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         return StandIn(self.meta, device=self.device, requires_grad=self.requires_grad)
 
@@ -50,11 +58,10 @@ class StandIn(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _LOOKS:
-            raise ModelError(
-                "this value is computed by the ranks of another stage, and is not here: the loss and the network's results are "
-                "on the last stage. model.global_loss(loss), called on all ranks, gives each of them that of the whole batch"
-            )
+            raise _not_here()
         kwargs = kwargs or {}
+        if func in _INDEXING:  # by a mask that is here: how many elements it takes decides the shape
+            args = (args[0], [part for index in args[1] for part in _places(index)], *args[2:])
         if func._schema.is_mutable and any(map(_is_real, _written(func, args, kwargs))):
             raise ModelError(
                 f"{func} would write a value that another stage computes into a tensor that is here. Cut the network elsewhere "
@@ -74,6 +81,11 @@ class StandIn(torch.Tensor):
         if out is None:
             try:
                 out = func(*pytree.tree_map(_to_meta, args), **pytree.tree_map(_to_meta, kwargs))
+            except NotImplementedError as error:
+                raise ModelError(
+                    f"{func}: the shape of its result depends on values that another stage computes and that are not here. "
+                    "Choose by a mask of the inputs or targets, multiply by it, or use one stage"
+                ) from error
             except ZeroDivisionError:  # in torch's gradient of a mean over no sample, which is like the input
                 out = _to_meta(args[1]).clone()
             if key is not None:
@@ -85,6 +97,19 @@ class StandIn(torch.Tensor):
         if isinstance(out, torch.Tensor):
             return StandIn(out, device=device)
         return pytree.tree_map_only(torch.Tensor, lambda meta: StandIn(meta, device=device), out)
+
+
+def _not_here() -> ModelError:
+    return ModelError(
+        "this value is computed by the ranks of another stage, and is not here: the loss and the network's results are on the "
+        "last stage. model.global_loss(loss), called on all ranks, gives each of them that of the whole batch"
+    )
+
+
+def _places(index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """An index by numbers in place of one by a mask."""
+    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and _is_real(index)
+    return index.nonzero(as_tuple=True) if is_mask and index is not None else (index,)
 
 
 def form_of(given: Any) -> Any:
