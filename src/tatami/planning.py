@@ -141,7 +141,7 @@ class PlanComparison:
         ideal_s = plan.workload.flop(width=1.0, height=1.0) / speeds
         shown = self.plans if everything else (self.best,) if self.plans else ()
         parts = (
-            staged_recommendation(plan, cluster=self.cluster, width=width),
+            staged_recommendation(plan, cluster=self.cluster, width=width, is_asked=self.must_be_staged),
             machine_table(staged_lines(plan), names=display_names(self.cluster), width=width),
             staged_time_words(plan, ideal_s=ideal_s, cluster=self.cluster, width=width),
             self._table(plan, shown=shown),

@@ -12,8 +12,8 @@ from tatami.tiling.staged_price import price_stages
 from tatami.units import format_speed
 
 
-def staged_recommendation(plan: StagedPlan, *, cluster: Cluster, width: int) -> str:
-    """The plan in words, and who has no part in it, in lines of at most `width` characters."""
+def staged_recommendation(plan: StagedPlan, *, cluster: Cluster, width: int, is_asked: bool = False) -> str:
+    """The plan in words, and who has no part in it, in lines of at most `width` characters; `is_asked`: for so many stages."""
     layout, samples = plan.layout, plan.workload.samples
     words = f"{len(layout.stages)} pipeline stages over {listed_machines(layout.processors, cluster=cluster)}: each computes "
     words += "consecutive pieces of the network"
@@ -26,7 +26,7 @@ def staged_recommendation(plan: StagedPlan, *, cluster: Cluster, width: int) -> 
         keeping = price_stages(layout.recomputing(()), cluster=cluster, workload=plan.workload)
         times = max(rank.pass_s / (rank.pass_s - rank.again_s) for rank in plan.ranks)
         again = recomputing_words(plan, keeping.memory_bytes, times=times, cluster=cluster)
-    return wrapped(f"Recommended: {words}.{again}{idle}", width=width)
+    return wrapped(f"{'As asked' if is_asked else 'Recommended'}: {words}.{again}{idle}", width=width)
 
 
 def staged_lines(plan: StagedPlan) -> tuple[MachineLine, ...]:
