@@ -61,18 +61,19 @@ class ForwardPass:
         return self._weights is not None and self._weights != self.shares
 
     @property
-    def _share(self) -> float:
+    def share(self) -> float:
+        """This rank's, of the global loss; 0 where it has no samples."""
         return self.shares[self._index] if self._index is not None and self._index < len(self.shares) else 0.0
 
     @property
     def weight(self) -> float:
         """This rank's; 0 where it has no samples."""
-        return self._share and (self.weights[self._index or 0] or self._share)
+        return self.share and (self.weights[self._index or 0] or self.share)
 
     @property
     def quotient(self) -> float:
         """What is left of this rank's share when its weight is taken out."""
-        return self._share / self.weight if self.weight else 1.0
+        return self.share / self.weight if self.weight else 1.0
 
 
 class Weighed(torch.autograd.Function):
@@ -130,12 +131,14 @@ def comes_from_output(tensor: torch.Tensor) -> bool:
     return leads_to([tensor.grad_fn], is_output)
 
 
-def leads_to(roots: Iterable[Any], is_wanted: Callable[[Any], bool], *, ends_at: str = "") -> bool:
-    """Whether the graph of autograd has a wanted node at or below `roots`, on a path without nodes of the name `ends_at`."""
+def leads_to(
+    roots: Iterable[Any], is_wanted: Callable[[Any], bool], *, ends_at: Callable[[Any], bool] = lambda _: False
+) -> bool:
+    """Whether the graph of autograd has a wanted node at or below `roots`, on a path without nodes at which it ends."""
     nodes, seen = list(roots), set[Any]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node.name() == ends_at:
+        if node is None or node in seen or ends_at(node):
             continue
         if is_wanted(node):
             return True

@@ -36,7 +36,7 @@ from tatami.model.tied_sums import TiedSums
 from tatami.partition.blocks import Blocks, workload_of
 from tatami.partition.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling, refuse_other_reduction
 from tatami.partition.linear_pairs import TiledFirst, TiledSecond, works_elementwise
-from tatami.partition.tracing.mixing import refuse_other_loss
+from tatami.partition.tracing.mixing import Judged, outputs_to_judge, refuse_other_loss
 from tatami.partition.tracing.restore_state import copy_of, kept
 from tatami.partition.tracing.settings import ModuleSettings
 from tatami.partition.tracing.traced_module import LocalForward
@@ -700,7 +700,8 @@ class TiledModel(nn.Module):
 
             model.check_loss(lambda x, y: F.mse_loss(model(x), y), *model.local(x, y))
 
-        The network runs in evaluation, without gradients. The Trainer does this with the first batch of a `training_step`.
+        So is its gradient by the output of the network, which runs in evaluation, without gradients of its own. The Trainer does
+        this with the first batch of a `training_step`.
 
         Args:
             loss: of samples that are given as `here` is; returns a scalar.
@@ -720,19 +721,31 @@ class TiledModel(nn.Module):
         # A pass of ranks that share units is made by all of them, so all decide alike whether there are enough samples.
         enough = min(filter(None, self._rank.widths), default=0) > 1
 
-        def of(span: Span) -> torch.Tensor:
+        leaves: list[torch.Tensor] = []
+
+        def judged(*inputs: Any, **named_inputs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return TiledModel.forward(self, *inputs, **named_inputs)
+            with torch.no_grad():
+                output, found = outputs_to_judge(TiledModel.forward(self, *inputs, **named_inputs))
+            leaves.extend(found)
+            return output
+
+        def of(span: Span) -> Judged:
+            leaves.clear()
             with kept(self.module), torch.random.fork_rng(devices=[]):
                 self.module.eval()
-                return loss(*(cut_batch(each, span, samples=samples) for each in here))
+                return loss(*(cut_batch(each, span, samples=samples) for each in here)), tuple(leaves)
 
         def look() -> None:
             refuse_other_loss(of, samples=samples if enough else 0, reduction=str(self._reduction), what=what)
 
-        self._checks_loss = True
+        self._checks_loss, self.__dict__["forward"] = True, judged
         try:
             all_or_none(self.comm, look, what="the loss is not what ranks can compute of parts of a batch:", error=InputError)
         finally:
             self._checks_loss = False
+            del self.__dict__["forward"]
             for module, mode in modes.items():
                 module.training = mode
 
