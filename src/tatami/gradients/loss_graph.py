@@ -18,17 +18,18 @@ from tatami.errors import InputError
 from tatami.gradients.passes import is_output, leads_to
 
 _LINEAR = frozenset({
-    "Add", "Sub", "Neg", "Rsub", "View", "ReshapeAlias", "Sum", "Nansum", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy", "Clone",
-    "Alias", "Mean", "Stack", "Select", "Expand",
+    "Add", "Sub", "Neg", "Rsub", "View", "ReshapeAlias", "Sum", "Nansum", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy",
+    "Clone", "Alias", "Mean", "Stack", "Select", "Expand",
 })  # fmt: skip
 _PRODUCTS = frozenset({"Mul", "Div"})
 _BENT = frozenset({
-    "Sqrt", "Abs", "Log", "Log1P", "Exp", "Pow", "Relu", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "Sigmoid", "Tanh",
-    "Softplus", "LogSigmoid", "Reciprocal",
+    "Sqrt", "Abs", "Log", "Log1P", "Exp", "Pow", "Relu", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "Sigmoid",
+    "Tanh", "Softplus", "LogSigmoid", "Reciprocal",
 })  # fmt: skip
 """Operations that are not linear in a single number; element-wise ones on samples do not matter."""
 _COUPLING = frozenset({
-    "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Std", "Var", "Logsumexp", "Prod", "Median", "Softmax", "LogSoftmax",
+    "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Std", "Var", "Logsumexp", "Prod", "Median", "Softmax",
+    "LogSoftmax",
 })  # fmt: skip
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
 _TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
@@ -107,7 +108,9 @@ def _is_over_samples(node: Any) -> bool:
     shape = () if operand is None else _shape(operand)
     axes = getattr(node, "_saved_dim", None)
     axes = (axes,) if isinstance(axes, int) else axes or range(len(shape))
-    if not shape or 0 in shape or all((axis - 2**64 if axis >= 2**63 else axis) % len(shape) for axis in axes):  # torch keeps -1 unsigned
+    if (
+        not shape or 0 in shape or all((axis - 2**64 if axis >= 2**63 else axis) % len(shape) for axis in axes)
+    ):  # torch keeps -1 unsigned
         return False
 
     def leaves(other: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 
 _MARK = "tatami.output"
@@ -108,6 +109,32 @@ class Quotient(torch.autograd.Function):
                 "backward() for each batch by itself, or pass batches of one size"
             )
         return None, grad * ctx.scale
+
+
+class OverBatch(torch.autograd.Function):
+    """The number of the global batch in place of that of this rank's samples.
+
+    Gradients pass as they are: those of parameters are weighed by the replica's share of the batch, as this number is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+def over_batch(mean: torch.Tensor, *, share: float, comm: AbstractCommunicator) -> torch.Tensor:
+    """The mean over the global batch, where `mean` is that over this rank's samples, which are `share` of it. Collective."""
+    total = torch.zeros(mean.shape, dtype=torch.float64, device="cpu")
+    if share:  # the mean of no samples is not a number
+        total.add_(mean.detach().to(total), alpha=share)
+    if comm.size > 1:
+        comm.allreduce(total)
+    whole: torch.Tensor = OverBatch.apply(mean, total.to(mean))  # type: ignore[no-untyped-call]
+    return whole
 
 
 def mark_output(tensor: torch.Tensor, *, of: object) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tatami.batch import cut_batch, samples_of
 from tatami.errors import InputError
 from tatami.partition.tracing.mixing import Judged, outputs_to_judge, refuse_other_loss
 from tatami.partition.tracing.restore_state import unchanged
-from tatami.runtime.batch import cut_batch, samples_of
 from tatami.runtime.losses import Loss, LossReduction, check_reduction, reduction_of, setting_of
 from tatami.tiling import Span
 

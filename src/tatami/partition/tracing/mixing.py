@@ -357,9 +357,7 @@ Judged = tuple[torch.Tensor, Sequence[torch.Tensor]]
 """A loss, and the outputs of the network, detached from it, that it was made of."""
 
 
-def refuse_other_loss(
-    loss: Callable[[Span], Judged], *, samples: int, reduction: str, what: str, counts: bool = False
-) -> None:
+def refuse_other_loss(loss: Callable[[Span], Judged], *, samples: int, reduction: str, what: str, counts: bool = False) -> None:
     """Try what a loss and its gradient do with samples, by those of parts of them.
 
     Args:
@@ -387,7 +385,10 @@ def refuse_other_loss(
         subject = f"the loss ({what})"
         if reduction not in reductions_of(found, first, rest):
             values = [f"{float(each):.6g}" for each in found]
-        elif any(_differs(whole, parts, (first, rest), is_mean=reduction == "mean") for whole, *parts in zip(*gradients, strict=False)):
+        elif any(
+            _differs(whole, parts, (first, rest), is_mean=reduction == "mean")
+            for whole, *parts in zip(*gradients, strict=False)
+        ):
             subject = f"the gradient of {subject}"
             values = [f"of norm {sum(float(leaf.double().square().sum()) for leaf in each) ** 0.5:.6g}" for each in gradients]
         else:
