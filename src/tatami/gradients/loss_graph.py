@@ -93,7 +93,7 @@ def _operation(node: Any) -> str:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """Of what the operation gives; (0,) where that is several tensors."""
+    """The shape of what the operation gives; (0,) where that is several tensors."""
     shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", None) or ()]
     return shapes[0] if len(shapes) == 1 else (0,)
 
@@ -108,9 +108,8 @@ def _is_over_samples(node: Any) -> bool:
     shape = () if operand is None else _shape(operand)
     axes = getattr(node, "_saved_dim", None)
     axes = (axes,) if isinstance(axes, int) else axes or range(len(shape))
-    if (
-        not shape or 0 in shape or all((axis - 2**64 if axis >= 2**63 else axis) % len(shape) for axis in axes)
-    ):  # torch keeps -1 unsigned
+    signed = [axis - 2**64 if axis >= 2**63 else axis for axis in axes]  # torch keeps -1 without its sign
+    if not shape or 0 in shape or all(axis % len(shape) for axis in signed):
         return False
 
     def leaves(other: Any) -> bool:

@@ -278,7 +278,7 @@ class TiledModel(nn.Module):
                 cut_units_of(module, block.cuts, self._units(index)[0])
         self._install(module)
         self.module = module
-        module.register_load_state_dict_pre_hook(_refuse_whole)
+        module.register_load_state_dict_pre_hook(_refuse_whole)  # type: ignore[no-untyped-call]
         self._settings = self._settings_of(module)
         self._statistics = self._local_statistics() if self._has_local_statistics and not self._is_alone else None
         rows = [_rows(module, block.cuts) for block in self.found.blocks]
