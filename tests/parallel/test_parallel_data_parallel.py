@@ -1,6 +1,8 @@
 """DataParallel: gradients of the global batch on every rank, whatever the ranks have, use and leave out."""
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 from drawing import mlp
 from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverlap, SharedOverlap, overlap
-from tatami.errors import CommTimeoutError, InputError, RankDiedError, TrainingError
+from tatami.errors import CommTimeoutError, InputError, ModelError, RankDiedError, TrainingError
 from tatami.gradients.buckets import lay_buckets
 from tatami.parallel import DataParallel
 from tatami.testing.worlds import WORLD_TIMEOUT_S, World
@@ -111,6 +113,39 @@ def test_a_sum_over_samples_stays_a_sum_and_penalties_are_averaged(comm: Abstrac
     assert_same(gradients(penalised), gradients(plain))
     for each in (total, model):
         each.close()
+
+
+def test_a_mean_that_is_not_over_samples_is_refused_or_made_of_means_over_the_batch(comm: AbstractCommunicator) -> None:
+    x, y = batch(comm.size)
+    weights = torch.tensor([1.0, 2.0, 0.3], dtype=torch.float64)
+    (here, target), plain, model = (local(comm, x), local(comm, y)), network(0), DataParallel(network(0), comm)
+    with pytest.raises(InputError, match="after a forward pass"):
+        model.over_batch(x.mean())
+    for loss in (
+        lambda output: mse(output, target).sqrt(),
+        lambda output: F.cross_entropy(output, target.argmax(1), weight=weights),
+        lambda output: F.cross_entropy(
+            output, target.argmax(1).where(torch.arange(len(target)) > 0, -100), label_smoothing=0.1
+        ),
+    ):
+        with pytest.raises(InputError, match=r"the loss .*model\.over_batch") if comm.size > 1 else contextlib.nullcontext():
+            loss(model(here)).backward()
+
+    def exact(output: torch.Tensor, target: torch.Tensor, over: Any) -> Any:
+        mask = (target[:, 0] > -1).double()
+        return over(mse(output, target)).sqrt() + over((output.square().sum(1) * mask).mean()) / over(mask.mean())
+
+    model.zero_grad()
+    value, expected = exact(model(here), target, model.over_batch), exact(plain(x), y, lambda mean: mean)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    value.backward()
+    expected.backward()
+    assert_same(gradients(model.module), gradients(plain))
+    for copied in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(ModelError, match=r"cannot be copied or pickled.*AveragedModel\(model\.module\)"):
+            copied(model)
+    assert_same(list(torch.optim.swa_utils.AveragedModel(model.module).module.parameters()), list(plain.parameters()))
+    model.close()
 
 
 def test_accumulation_over_micro_batches(comm: AbstractCommunicator) -> None:

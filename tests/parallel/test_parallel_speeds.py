@@ -34,6 +34,8 @@ def test_the_mean_over_the_global_batch_is_exact(comm: AbstractCommunicator) -> 
     speeds = SPEEDS[: comm.size]
     model = DataParallel(network(), comm, speeds=Cluster.from_speeds(speeds))
     x_here, y_here = model.local(x, y)
+    nested = model.local((x, [y]), {"y": y})
+    assert torch.equal(torch.cat((x_here, y_here, y_here), 1), torch.cat((nested[0][0], nested[0][1][0], nested[1]["y"]), 1))
     counts = comm.allgather_object(len(x_here))
     assert sum(counts) == 22
     assert max(abs(count - 22 * speed / sum(speeds)) for count, speed in zip(counts, speeds, strict=True)) < 1

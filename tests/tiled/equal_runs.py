@@ -11,8 +11,8 @@ from networks import Batch, Case, build
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tatami.batch import on_device, samples_of
 from tatami.comm.base import AbstractCommunicator
-from tatami.runtime.batch import on_device, samples_of
 from tatami.runtime.losses import LossReduction
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from drawing import one_at_a_time
+from tatami.batch import cut_batch, samples_of
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import MultiNodeLoader
-from tatami.runtime.batch import cut_batch, samples_of
 from tatami.testing.worlds import World
 from tatami.tiling import Span
 from tatami.train import History, Trainer

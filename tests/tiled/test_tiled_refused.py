@@ -253,6 +253,11 @@ def test_what_is_given_in_place_of_a_layout_a_batch_or_a_tile(comm: AbstractComm
         model.local([(torch.ones(4), torch.tensor(1)) for _ in range(8)])
     with pytest.raises(ModelError, match=r"these are whole weights, .*load_whole_state_dict\(model, weights\)"):
         model.load_state_dict(mlp().state_dict())
+    with pytest.raises(ModelError, match=r"these are whole weights, .*without 'module\.'"):
+        model.load_state_dict({f"module.{name}": value for name, value in mlp().state_dict().items()})
+    if model.module.get_submodule("0").weight.shape != mlp()[0].weight.shape:
+        with pytest.raises(ModelError, match=r"0\.weight is \(\d+, \d+\), and \(\d+, \d+\) here\): .*load_whole_state_dict"):
+            model.module.load_state_dict(mlp().state_dict())
     model.load_state_dict(model.state_dict())
 
 

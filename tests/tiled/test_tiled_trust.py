@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -441,14 +442,21 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "class weights": (lambda output, classes: F.cross_entropy(output, classes, weight=WEIGHTS), True),
     "ignore_index": (lambda output, classes: F.cross_entropy(output, classes, ignore_index=1), True),
     "ignore_index, two axes": (lambda out, classes: F.cross_entropy(out[..., None], classes[:, None], ignore_index=1), True),
+    "ignore_index, smoothed": (partial(F.cross_entropy, ignore_index=1, label_smoothing=0.1), True),
+    "class weights, smoothed": (partial(F.cross_entropy, weight=WEIGHTS, label_smoothing=0.1), True),
     "masked mean": (masked, True),
+    "deviation": (lambda output, classes: output.std(0).mean(), True),  # noqa: ARG005
+    "softmax over samples": (lambda output, classes: output.softmax(0).square().sum(), True),  # noqa: ARG005
+    "right in value, not in slope": (lambda out, y: F.cross_entropy(out, y) / F.cross_entropy(out, y).detach(), False),
+    "smoothed": (partial(F.cross_entropy, label_smoothing=0.1), True),
+    "deviation of each": (lambda output, classes: output.T.std(0).mean() + output.norm(dim=1).mean(), True),  # noqa: ARG005
     "contrastive": (contrastive, False),
     "top-k": (lambda output, classes: F.cross_entropy(output, classes, reduction="none").topk(2).values.mean(), False),
     "mean": (F.cross_entropy, True),
     "sum over count": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / len(output), True),
     "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
 }
-FINE = ("mean", "sum over count", "half of two")
+FINE = ("mean", "sum over count", "half of two", "smoothed", "deviation of each")
 
 
 @pytest.mark.parametrize("name", LOSSES)

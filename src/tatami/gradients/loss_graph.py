@@ -18,24 +18,23 @@ from tatami.errors import InputError
 from tatami.gradients.passes import is_output, leads_to
 
 _LINEAR = frozenset({
-    "AddBackward0", "SubBackward0", "NegBackward0", "RsubBackward1", "ViewBackward0", "ReshapeAliasBackward0", "SumBackward0",
-    "UnsafeViewBackward0", "SqueezeBackward0", "UnsqueezeBackward0", "ToCopyBackward0", "CloneBackward0", "AliasBackward0",
-    "MeanBackward0", "StackBackward0", "SelectBackward0", "ExpandBackward0",
+    "Add", "Sub", "Neg", "Rsub", "View", "ReshapeAlias", "Sum", "Nansum", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy",
+    "Clone", "Alias", "Mean", "Stack", "Select", "Expand",
 })  # fmt: skip
-_PRODUCTS = frozenset({"MulBackward0", "DivBackward0"})
+_PRODUCTS = frozenset({"Mul", "Div"})
 _BENT = frozenset({
-    "SqrtBackward0", "AbsBackward0", "LogBackward0", "Log1PBackward0", "ExpBackward0", "PowBackward0", "ReluBackward0",
-    "ClampBackward0", "ClampBackward1", "ClampMinBackward0", "ClampMaxBackward0", "MaximumBackward0", "MinimumBackward0",
-    "SigmoidBackward0", "TanhBackward0", "SoftplusBackward0", "LogSigmoidBackward0", "ReciprocalBackward0",
+    "Sqrt", "Abs", "Log", "Log1P", "Exp", "Pow", "Relu", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "Sigmoid",
+    "Tanh", "Softplus", "LogSigmoid", "Reciprocal",
 })  # fmt: skip
 """Operations that are not linear in a single number; element-wise ones on samples do not matter."""
 _COUPLING = frozenset({
-    "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1", "MaxBackward1", "MinBackward1", "AmaxBackward0",
-    "AminBackward0", "StdBackward0", "VarBackward0", "LogsumexpBackward0", "ProdBackward0", "MedianBackward0",
+    "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Std", "Var", "Logsumexp", "Prod", "Median", "Softmax",
+    "LogSoftmax",
 })  # fmt: skip
-"""Operations that combine many numbers into one."""
-_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
-_OVER_BATCH = "OverBatchBackward"
+"""Operations that combine many numbers into one, or that make each of many depend on the others."""
+_TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
+_CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
+_OVER_BATCH = "OverBatch"
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "
     "model.over_batch(...) of the means that such a loss is made of, which gives those of the global batch"
@@ -51,19 +50,23 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
     Raises:
         InputError: a loss is no mean of what its samples give; names the operation. The same on all ranks.
     """
-    waiting, seen = [root for root in roots if root is not None], set[Any]()
+    waiting, seen = [(root, True) for root in roots if root is not None], set[Any]()
     while waiting:
-        node = waiting.pop()
-        if node in seen or is_output(node) or node.name() == _OVER_BATCH:
+        node, is_number = waiting.pop()
+        name = _operation(node)
+        if (node, is_number) in seen or is_output(node) or name == _OVER_BATCH:
             continue
-        seen.add(node)
-        name = node.name()
-        if _elements(node) != 1:
-            continue
+        seen.add((node, is_number))
         below = [other for other, _ in node.next_functions if other is not None]
-        single = [other for other in below if _elements(other) == 1]
-        if name == "DivBackward0" and samples and single and single[0].name() in ("SumBackward0", "SumBackward1"):
-            other = node._saved_other
+        if name in _COUPLING and _is_over_samples(node):
+            raise _couples(name)
+        is_number = is_number and math.prod(_shape(node)) == 1
+        waiting += [(other, is_number and name in _LINEAR | _PRODUCTS) for other in below]
+        if not is_number:
+            continue
+        single = [other for other in below if math.prod(_shape(other)) == 1]
+        if name == "Div" and samples and single and _operation(single[0]) in ("Sum", "Nansum"):
+            other = getattr(node, "_saved_other", None)
             divisor = float(other) if type(other) is torch.Tensor and other.numel() == 1 else 0.0
             if divisor % samples > 1e-6 * divisor and _leads_to_output(below):
                 raise InputError(
@@ -81,17 +84,40 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         elif (name in _BENT and single) or (name in _COUPLING and not single) or (name in _PRODUCTS and len(single) > 1):
             found = [_leads_to_output([other]) for other in (single if single else below)]
             if sum(found) > (name in _PRODUCTS):
-                what = name.rstrip("01").removesuffix("Backward")
-                raise InputError(f"the loss takes {what} of numbers of several samples. {_REMEDY}")
-        if name in _LINEAR or name in _PRODUCTS:
-            waiting += below
+                raise _couples(name)
 
 
-def _elements(node: Any) -> int:
-    shapes = [each.shape for each in getattr(node, "_input_metadata", None) or ()]
-    return math.prod(shapes[0]) if len(shapes) == 1 else 0
+def _operation(node: Any) -> str:
+    """Without the number by which autograd tells its variants, as those with a number or an axis, apart."""
+    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """The shape of what the operation gives; (0,) where that is several tensors."""
+    shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", None) or ()]
+    return shapes[0] if len(shapes) == 1 else (0,)
+
+
+def _couples(operation: str) -> InputError:
+    return InputError(f"the loss takes {operation} of numbers of several samples. {_REMEDY}")
+
+
+def _is_over_samples(node: Any) -> bool:
+    """Whether an operation goes along the samples of an output of the network, or of what was made of it element by element."""
+    operand = node.next_functions[0][0]
+    shape = () if operand is None else _shape(operand)
+    axes = getattr(node, "_saved_dim", None)
+    axes = (axes,) if isinstance(axes, int) else axes or range(len(shape))
+    signed = [axis - 2**64 if axis >= 2**63 else axis for axis in axes]  # torch keeps -1 without its sign
+    if not shape or 0 in shape or all(axis % len(shape) for axis in signed):
+        return False
+
+    def leaves(other: Any) -> bool:
+        return _shape(other) != shape or _operation(other) in _TURNING
+
+    return leads_to([operand], lambda other: is_output(other) and _shape(other) == shape, ends_at=leaves)
 
 
 def _leads_to_output(nodes: Iterable[Any]) -> bool:
     """Whether the gradient of an output of the network comes through one of these nodes."""
-    return leads_to(nodes, is_output, ends_at=_OVER_BATCH)
+    return leads_to(nodes, is_output, ends_at=lambda node: _operation(node) == _OVER_BATCH)

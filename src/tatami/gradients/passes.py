@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 
 _MARK = "tatami.output"
@@ -61,18 +62,19 @@ class ForwardPass:
         return self._weights is not None and self._weights != self.shares
 
     @property
-    def _share(self) -> float:
+    def share(self) -> float:
+        """This rank's, of the global loss; 0 where it has no samples."""
         return self.shares[self._index] if self._index is not None and self._index < len(self.shares) else 0.0
 
     @property
     def weight(self) -> float:
         """This rank's; 0 where it has no samples."""
-        return self._share and (self.weights[self._index or 0] or self._share)
+        return self.share and (self.weights[self._index or 0] or self.share)
 
     @property
     def quotient(self) -> float:
         """What is left of this rank's share when its weight is taken out."""
-        return self._share / self.weight if self.weight else 1.0
+        return self.share / self.weight if self.weight else 1.0
 
 
 class Weighed(torch.autograd.Function):
@@ -109,6 +111,32 @@ class Quotient(torch.autograd.Function):
         return None, grad * ctx.scale
 
 
+class OverBatch(torch.autograd.Function):
+    """The number of the global batch in place of that of this rank's samples.
+
+    Gradients pass as they are: those of parameters are weighed by the replica's share of the batch, as this number is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+def over_batch(mean: torch.Tensor, *, share: float, comm: AbstractCommunicator) -> torch.Tensor:
+    """The mean over the global batch, where `mean` is that over this rank's samples, which are `share` of it. Collective."""
+    total = torch.zeros(mean.shape, dtype=torch.float64, device="cpu")
+    if share:  # the mean of no samples is not a number
+        total.add_(mean.detach().to(total), alpha=share)
+    if comm.size > 1:
+        comm.allreduce(total)
+    whole: torch.Tensor = OverBatch.apply(mean, total.to(mean))  # type: ignore[no-untyped-call]
+    return whole
+
+
 def mark_output(tensor: torch.Tensor, *, of: object) -> None:
     """Remember that `tensor` is an output, and of what; see `comes_from_output` and `are_made_by`."""
     node: Any = tensor.grad_fn
@@ -130,12 +158,14 @@ def comes_from_output(tensor: torch.Tensor) -> bool:
     return leads_to([tensor.grad_fn], is_output)
 
 
-def leads_to(roots: Iterable[Any], is_wanted: Callable[[Any], bool], *, ends_at: str = "") -> bool:
-    """Whether the graph of autograd has a wanted node at or below `roots`, on a path without nodes of the name `ends_at`."""
+def leads_to(
+    roots: Iterable[Any], is_wanted: Callable[[Any], bool], *, ends_at: Callable[[Any], bool] = lambda _: False
+) -> bool:
+    """Whether the graph of autograd has a wanted node at or below `roots`, on a path without nodes at which it ends."""
     nodes, seen = list(roots), set[Any]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node.name() == ends_at:
+        if node is None or node in seen or ends_at(node):
             continue
         if is_wanted(node):
             return True

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tatami.batch import on_device
 from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, Link, Processor, SpeedTable
 from tatami.cluster.cores import base_here, memory_here
@@ -23,7 +24,6 @@ from tatami.model.overheads import measure_overheads
 from tatami.partition.blocks import find_blocks, workload_of
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.sample import Sample
-from tatami.runtime.batch import on_device
 from tatami.runtime.devices import settle_devices, with_memory
 from tatami.workload import Workload, has_blocks_of, parse_net
 

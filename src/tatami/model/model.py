@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tatami.checkpoints.parts import PartOfWeights, check_units, units_tensor
+from tatami.batch import cut_batch, on_device, samples_of, tensors_of
+from tatami.checkpoints.parts import KEY, PartOfWeights, check_units, units_tensor
 from tatami.cluster import Cluster
 from tatami.comm.agreement import Watch, all_or_none, announce, called_by_all, debugging
 from tatami.comm.base import AbstractCommunicator
@@ -27,7 +28,7 @@ from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, T
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.engine import GradientEngine, PassMoment
 from tatami.gradients.outside_reads import OutsideReads
-from tatami.gradients.passes import ForwardPass
+from tatami.gradients.passes import ForwardPass, over_batch
 from tatami.model.deferred import DeferredPasses
 from tatami.model.describing import Description, describe
 from tatami.model.describing_stages import describe_stages
@@ -36,12 +37,11 @@ from tatami.model.tied_sums import TiedSums
 from tatami.partition.blocks import Blocks, workload_of
 from tatami.partition.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling, refuse_other_reduction
 from tatami.partition.linear_pairs import TiledFirst, TiledSecond, works_elementwise
-from tatami.partition.tracing.mixing import refuse_other_loss
+from tatami.partition.tracing.mixing import Judged, outputs_to_judge, refuse_other_loss
 from tatami.partition.tracing.restore_state import copy_of, kept
 from tatami.partition.tracing.settings import ModuleSettings
 from tatami.partition.tracing.traced_module import LocalForward
 from tatami.runtime.allocator import trim
-from tatami.runtime.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.runtime.batch_layers import WholeBatchNorm, WholeDropout
 from tatami.runtime.batch_operations import UnitFactor
 from tatami.runtime.context import ModuleContext, RankContext
@@ -105,21 +105,6 @@ _PHASES = {
 _WHOLE_LOOKS, _LOOKED_AT = 4, 16
 """The first looks at whether ranks hold the same weights are at all of them, later ones at so many in turn."""
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
-
-
-class OverBatch(torch.autograd.Function):
-    """The number of the global batch in place of that of this rank's samples.
-
-    Gradients pass as they are: those of parameters are weighed by the replica's share of the batch, as this number is.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
-        return grad, None
 
 
 class TiledModel(nn.Module):
@@ -293,6 +278,7 @@ class TiledModel(nn.Module):
                 cut_units_of(module, block.cuts, self._units(index)[0])
         self._install(module)
         self.module = module
+        module.register_load_state_dict_pre_hook(_refuse_whole)  # type: ignore[no-untyped-call]
         self._settings = self._settings_of(module)
         self._statistics = self._local_statistics() if self._has_local_statistics and not self._is_alone else None
         rows = [_rows(module, block.cuts) for block in self.found.blocks]
@@ -684,23 +670,16 @@ class TiledModel(nn.Module):
             raise InputError("model.over_batch is for losses that are a mean over a batch computed in one part")
         samples, here = self._rank.samples, self._rank.mine.size
         share = here / samples if here and self._rank.speaks else 0.0
-        total = (
-            mean.detach().to("cpu", torch.float64) * share
-            if share
-            else torch.zeros(mean.shape, dtype=torch.float64, device="cpu")
-        )
-        if self.comm.size > 1:
-            with self.phases.during(IterationPhase.GRADIENTS):
-                self.comm.allreduce(total)
-        whole: torch.Tensor = OverBatch.apply(mean, total.to(mean))  # type: ignore[no-untyped-call]
-        return whole
+        with self.phases.during(IterationPhase.GRADIENTS):
+            return over_batch(mean, share=share, comm=self.comm)
 
     def check_loss(self, loss: Callable[..., torch.Tensor], *here: Any, what: str = "check_loss") -> None:
         """Look whether a loss is the mean, or the sum, of what samples give one by one, by computing it of parts. Collective.
 
             model.check_loss(lambda x, y: F.mse_loss(model(x), y), *model.local(x, y))
 
-        The network runs in evaluation, without gradients. The Trainer does this with the first batch of a `training_step`.
+        So is its gradient by the output of the network, which runs in evaluation. The Trainer does this with the first batch of
+        a `training_step`.
 
         Args:
             loss: of samples that are given as `here` is; returns a scalar.
@@ -720,19 +699,31 @@ class TiledModel(nn.Module):
         # A pass of ranks that share units is made by all of them, so all decide alike whether there are enough samples.
         enough = min(filter(None, self._rank.widths), default=0) > 1
 
-        def of(span: Span) -> torch.Tensor:
+        leaves: list[torch.Tensor] = []
+
+        def judged(*inputs: Any, **named_inputs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return TiledModel.forward(self, *inputs, **named_inputs)
+            with torch.no_grad():
+                output, found = outputs_to_judge(TiledModel.forward(self, *inputs, **named_inputs))
+            leaves.extend(found)
+            return output
+
+        def of(span: Span) -> Judged:
+            leaves.clear()
             with kept(self.module), torch.random.fork_rng(devices=[]):
                 self.module.eval()
-                return loss(*(cut_batch(each, span, samples=samples) for each in here))
+                return loss(*(cut_batch(each, span, samples=samples) for each in here)), tuple(leaves)
 
         def look() -> None:
             refuse_other_loss(of, samples=samples if enough else 0, reduction=str(self._reduction), what=what)
 
-        self._checks_loss = True
+        self._checks_loss, self.__dict__["forward"] = True, judged
         try:
             all_or_none(self.comm, look, what="the loss is not what ranks can compute of parts of a batch:", error=InputError)
         finally:
             self._checks_loss = False
+            del self.__dict__["forward"]
             for module, mode in modes.items():
                 module.training = mode
 
@@ -761,11 +752,8 @@ class TiledModel(nn.Module):
         Raises:
             ModelError: these are the weights of the plain network.
         """
-        if strict and state_dict and not any(name.startswith("module.") for name in state_dict):
-            raise ModelError(
-                "these are whole weights, and a rank holds its tile: tatami.train.load_whole_state_dict(model, weights) takes "
-                "them, and tatami.train.whole_state_dict(model) gives them"
-            )
+        if strict and state_dict and KEY not in state_dict:
+            raise _whole_weights()
         if self.stage is not None:
             others = super().state_dict()
             state_dict = {**{name: value for name, value in others.items() if isinstance(value, StandIn)}, **state_dict}
@@ -1334,6 +1322,21 @@ def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:
         id(tensor): Rows(tensor, runs) for tensor, runs in ((tensor_of(root, name), runs) for name, runs in cuts.items())
     }
     return list(tensors.values())
+
+
+def _refuse_whole(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Called by torch when `model.module`, and not the model, loads weights."""
+    for name, own in () if prefix else module.named_parameters():
+        given = state_dict.get(name)
+        if isinstance(given, torch.Tensor) and given.dim() == own.dim() and given.numel() > own.numel():
+            raise _whole_weights(f" ({name} is {tuple(given.shape)}, and {tuple(own.shape)} here)")
+
+
+def _whole_weights(seen: str = "") -> ModelError:
+    return ModelError(
+        f"these are whole weights, and a rank holds its tile{seen}: tatami.train.load_whole_state_dict(model, weights) takes "
+        "them, under the names of the plain network (without 'module.'), and tatami.train.whole_state_dict(model) gives them"
+    )
 
 
 def _refuse_changed(buffers: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tatami.batch import on_device
 from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, listed_speeds
 from tatami.comm.agreement import decided_on_root, fail_together, same_everywhere
@@ -35,7 +36,6 @@ from tatami.partition.tracing.sample import Sample
 from tatami.progress import shown
 from tatami.report.words import in_order
 from tatami.runtime.allocator import TIGHT, give_freed_memory_back, trim_once
-from tatami.runtime.batch import on_device
 from tatami.runtime.devices import settle_devices, with_memory
 from tatami.runtime.local_draws import LocalDraws
 from tatami.runtime.losses import LossReduction, check_reduction

@@ -13,21 +13,23 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import nn
 
+from tatami.batch import cut_batch, samples_of
 from tatami.cluster import Cluster
 from tatami.comm.agreement import Watch, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.errors import InputError, TatamiError
+from tatami.errors import InputError, ModelError, TatamiError
 from tatami.functions.structure import with_tensors
 from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
 from tatami.gradients.outside_reads import OutsideReads
+from tatami.gradients.passes import ForwardPass, over_batch
 from tatami.inputs import check_at_least
 from tatami.parallel.batch_norm import MultiNodeBatchNorm
 from tatami.parallel.speed_shares import SpeedShares
@@ -47,6 +49,9 @@ class DataParallel(nn.Module):
     the output may go into another model, hooks may catch activations for the loss, and backward may be called as often as one
     likes. They lie in buckets that are reduced while backward still runs; in a window in the memory of the host where all
     ranks share one.
+
+    A mean that is not over samples is refused where the graph of the loss shows it (a root, a masked mean, a cross-entropy with
+    class weights or targets of -100); `over_batch` makes it exact. Losses that compare samples with each other are not noticed.
 
     Gradients by the module's inputs are those of the rank's own loss. Gradients of gradients (`create_graph=True`) by inputs
     are exact; those by parameters are refused. A penalty on the weights is exact where the loss is a mean, and refused where it
@@ -131,14 +136,15 @@ class DataParallel(nn.Module):
             check=partial(_check, self._comm, {parameter: name for name, parameter in module.named_parameters()}),
         )
         self._sums.begin(trained)
-        outside = OutsideReads(
+        self._outside = OutsideReads(
             {parameter: name for name, parameter in module.named_parameters()},
             cut=(),
             replicas=list,  # none shares units
             warns=False,
             comm=self._comm,
         )
-        self._engine = _engines[module] = GradientEngine(module, sums=self._sums, outside=outside, comm=self._comm)
+        self._engine = _engines[module] = GradientEngine(module, sums=self._sums, outside=self._outside, comm=self._comm)
+        self._begun: ForwardPass | None = None
         self._norms = [each for each in module.modules() if isinstance(each, MultiNodeBatchNorm)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +164,8 @@ class DataParallel(nn.Module):
         self._watch.begin_pass()
         size, is_mean = self._comm.size, self._reduction == "mean"
         samples = num_samples(args, kwargs) if is_mean and size > 1 else 0
-        begun = self._engine.begin(
+        self._outside.samples = samples if samples > 1 else None
+        begun = self._begun = self._engine.begin(
             samples=samples,
             shares=_Shares(self._comm, samples) if is_mean and size > 1 else lambda: (1.0,) * size,
             index=self._comm.rank,
@@ -181,26 +188,39 @@ class DataParallel(nn.Module):
             )
         return output
 
-    def local(self, *tensors: torch.Tensor) -> Any:
-        """This rank's samples of a global batch, as many as it is fast: one tensor for one, a tuple for several.
+    def local(self, *batch: Any) -> Any:
+        """This rank's samples of a global batch, as many as it is fast: one part for one, a tuple for several.
 
         The mean of the global batch stays exact: `forward` weighs every rank with the samples that it was given.
 
         Args:
-            tensors: (samples, ...) each; all ranks must pass the same global batch.
+            batch: tensors (samples, ...), or tuples, lists and dicts of them; all ranks must pass the same global batch.
 
         Returns:
-            Views (samples_here, ...).
+            Views (samples_here, ...), in the same structure.
 
         Raises:
-            InputError: tensors of different numbers of samples; a rank that would have none.
+            InputError: tensors of different numbers of samples, or what cannot be cut into samples; a rank that would
+                have none.
         """
-        sizes = sorted({tensor.shape[0] for tensor in tensors})
-        if len(sizes) != 1:
-            raise InputError(f"the tensors of a batch must have the same number of samples, not {sizes}")
-        here = self._shares.span(sizes[0]).slice()
-        parts = tuple(tensor[here] for tensor in tensors)
-        return parts[0] if len(parts) == 1 else parts
+        whole = batch[0] if len(batch) == 1 else batch
+        samples = samples_of(whole)
+        return cut_batch(whole, self._shares.span(samples), samples=samples)
+
+    def over_batch(self, mean: torch.Tensor) -> torch.Tensor:
+        """The mean over the global batch, where `mean` is that over this rank's samples. Collective; gradients flow through it.
+
+            loss = model.over_batch(F.mse_loss(model(x), y)).sqrt()
+
+        Args:
+            mean: of any shape, the same on all ranks; of the samples of the last forward pass with gradients.
+
+        Raises:
+            InputError: the loss is a sum, or there was no such pass.
+        """
+        if self._reduction != "mean" or self._begun is None:
+            raise InputError("model.over_batch is for losses that are a mean, after a forward pass with gradients")
+        return over_batch(mean, share=self._begun.share, comm=self._comm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -221,6 +241,13 @@ class DataParallel(nn.Module):
         self._engine.close()
         self._sums.close()
         self._comm.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        """Called by `copy.deepcopy`, `pickle` and `torch.save`."""
+        raise ModelError(
+            "a DataParallel holds its ranks' communicator, and cannot be copied or pickled. Copy, save or average the network "
+            "itself, model.module, which has all weights: AveragedModel(model.module)"
+        )
 
     def _weights(self) -> dict[str, Numbers]:
         self._num_looks += 1

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tatami.batch import samples_of
 from tatami.errors import InputError
 from tatami.model.model import TiledModel
-from tatami.runtime.batch import samples_of
 from tatami.runtime.losses import CountedMeans
 from tatami.runtime.precision import Precision, autocast
 from tatami.train.batches import AbstractBatches

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from tatami.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.datasets.dataset import Samples
 from tatami.errors import InputError
 from tatami.inputs import check_at_least
 from tatami.model.model import TiledModel
-from tatami.runtime.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.runtime.phases import IterationPhase
 from tatami.runtime.same_batch import numbers_of, refuse_other_batches
 from tatami.tiling import Span

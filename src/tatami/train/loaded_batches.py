@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from tatami.batch import cut_batch, samples_of
 from tatami.comm.agreement import problems_of
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.model.model import TiledModel
-from tatami.runtime.batch import cut_batch, samples_of
 from tatami.runtime.phases import IterationPhase
 from tatami.runtime.random_state import random_state, set_random_state
 from tatami.tiling import Span

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tatami.batch import cut_batch, samples_of
 from tatami.errors import InputError
-from tatami.partition.tracing.mixing import refuse_other_loss
+from tatami.partition.tracing.mixing import Judged, outputs_to_judge, refuse_other_loss
 from tatami.partition.tracing.restore_state import unchanged
-from tatami.runtime.batch import cut_batch, samples_of
 from tatami.runtime.losses import Loss, LossReduction, check_reduction, reduction_of, setting_of
 from tatami.tiling import Span
 
@@ -84,11 +84,11 @@ class Objective:
         is_plain = all(type(each) is torch.Tensor and each.shape[0] == samples for each in tensors)
         if setting_of(loss, "reduction") is not None or samples < 2 or not is_plain:
             return
-        output = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
 
-        def of(span: Span) -> torch.Tensor:
+        def of(span: Span) -> Judged:
+            part, leaves = outputs_to_judge(cut_batch(output, span, samples=samples))
             with unchanged(loss) if isinstance(loss, torch.nn.Module) else nullcontext():
-                return loss(*(cut_batch(each, span, samples=samples) for each in (output, target)))
+                return loss(part, cut_batch(target, span, samples=samples)), leaves
 
         what = getattr(loss, "__name__", type(loss).__name__)
         refuse_other_loss(of, samples=samples, reduction=reduction, what=what, counts=True)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from tatami.batch import samples_of
 from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import called_by_all, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator
@@ -25,7 +26,6 @@ from tatami.model.whole_state import load_model, save_model
 from tatami.progress import NoProgress, Progress
 from tatami.records import Logger, Records, check_loggers
 from tatami.retiling import Retiler
-from tatami.runtime.batch import samples_of
 from tatami.runtime.losses import Loss, LossReduction
 from tatami.runtime.optimizers import check_optimizer, check_parameters, check_shardable
 from tatami.runtime.precision import Precision

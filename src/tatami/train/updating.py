@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch.amp import GradScaler
 
+from tatami.batch import samples_of
 from tatami.comm.agreement import problems_of
 from tatami.comm.base import AbstractRequest
 from tatami.errors import InputError, NotFiniteError
 from tatami.inputs import check_at_least
 from tatami.model.model import TiledModel
-from tatami.runtime.batch import samples_of
 from tatami.runtime.losses import CountedMeans
 from tatami.runtime.phases import IterationPhase
 from tatami.runtime.precision import Precision, autocast, check_precision

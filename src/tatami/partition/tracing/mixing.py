@@ -29,7 +29,7 @@ from tatami.tiling import Span
 _ALIKE = 1e-3
 """Tolerance, of the largest element: single precision in another order is off by 1e-6, samples that are coupled by far more."""
 _SAME_NUMBER = {torch.float64: 1e-8, torch.float32: 1e-4}
-_SAME_HALF = 3e-2
+_SAME_HALF, _SAME_GRADIENT = 3e-2, 1e-6
 EITHER = frozenset({"mean", "sum"})
 
 
@@ -353,13 +353,15 @@ def _are_numbers(leaves: Sequence[Any]) -> bool:
     return all(isinstance(leaf, torch.Tensor) and not leaf.dim() for leaf in leaves)
 
 
-def refuse_other_loss(
-    loss: Callable[[Span], torch.Tensor], *, samples: int, reduction: str, what: str, counts: bool = False
-) -> None:
-    """Try what a loss does with samples, by that of parts of them.
+Judged = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""A loss, and the outputs of the network, detached from it, that it was made of."""
+
+
+def refuse_other_loss(loss: Callable[[Span], Judged], *, samples: int, reduction: str, what: str, counts: bool = False) -> None:
+    """Try what a loss and its gradient do with samples, by those of parts of them.
 
     Args:
-        loss: of some of the samples.
+        loss: of some of the samples, and what to differentiate it by.
         samples: how many there are; of fewer than two nothing can be said.
         reduction: what it is said to do: "mean" or "sum".
         what: its name.
@@ -370,17 +372,64 @@ def refuse_other_loss(
     """
     for first in dict.fromkeys((samples // 2, samples - 1)) if samples > 1 else ():
         try:
-            with torch.no_grad(), SteadyDraws(), CountedMeans() if counts else nullcontext():
-                found = [loss(span) for span in (Span(0, samples), Span(0, first), Span(first, samples))]
+            with torch.enable_grad(), SteadyDraws(), CountedMeans() if counts else nullcontext():
+                judged = [loss(span) for span in (Span(0, samples), Span(0, first), Span(first, samples))]
+                gradients = [_gradients(*each) for each in judged]
         except InputError:  # class weights, by which a mean divides
             raise
         except Exception:  # it may take some numbers of samples only
             continue
-        if not lacks_samples(found) and reduction not in reductions_of(found, first, samples - first):
-            whole, one, rest = (float(each) for each in found)
-            raise InputError(
-                f"the loss ({what}) is said to be the {reduction} over the samples of a batch, and is not: of {samples} "
-                f"samples it is {whole:.6g}, of the first {first} {one:.6g}, and of the others {rest:.6g}. A rank sees a "
-                "part of the batch, so a loss must be the mean or the sum of what its samples give one by one, or be made of "
-                "means over the global batch (model.over_batch(...)); targets are left out by ignore_index"
-            )
+        found, rest = [each.detach() for each, _ in judged], samples - first
+        if lacks_samples(found):
+            continue
+        subject = f"the loss ({what})"
+        if reduction not in reductions_of(found, first, rest):
+            values = [f"{float(each):.6g}" for each in found]
+        elif any(
+            _differs(whole, parts, (first, rest), is_mean=reduction == "mean")
+            for whole, *parts in zip(*gradients, strict=False)
+        ):
+            subject = f"the gradient of {subject}"
+            values = [f"of norm {sum(float(leaf.double().square().sum()) for leaf in each) ** 0.5:.6g}" for each in gradients]
+        else:
+            continue
+        raise InputError(
+            f"{subject} is said to be the {reduction} over the samples of a batch, and is not: of {samples} samples it "
+            f"is {values[0]}, of the first {first} {values[1]}, and of the others {values[2]}. A rank sees a part of the "
+            "batch, so a loss must be the mean or the sum of what its samples give one by one, or be made of means over the "
+            "global batch (model.over_batch(...)); targets are left out by ignore_index"
+        )
+
+
+def outputs_to_judge(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """An output of the network, detached, and those of its tensors by which a loss can be differentiated."""
+    found: list[torch.Tensor] = []
+
+    def apart(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        if leaf.is_floating_point():
+            found.append(leaf.requires_grad_())
+        return leaf
+
+    return pytree.tree_map(apart, output), found
+
+
+def _gradients(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if not loss.requires_grad or not outputs:
+        return ()
+    return torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+
+
+def _differs(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], *, is_mean: bool) -> bool:
+    """Whether the gradient by an output is not made up of those of two parts. A few elements may be at a kink of the loss."""
+    scaled = [part.double() * (size / sum(sizes) if is_mean else 1) for part, size in zip(parts, sizes, strict=True)]
+    if [each.shape[:1] for each in (whole, *parts)] == [(sum(sizes),), *((size,) for size in sizes)]:
+        expected = torch.cat(scaled)
+    elif is_mean and whole.shape == parts[0].shape == parts[1].shape:
+        expected = scaled[0] + scaled[1]
+    else:
+        return False
+    slack = _SAME_GRADIENT if whole.dtype is torch.float64 else _SAME_HALF
+    return bool((whole - expected).norm() > slack * whole.double().norm())
