@@ -445,6 +445,8 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "ignore_index, smoothed": (partial(F.cross_entropy, ignore_index=1, label_smoothing=0.1), True),
     "class weights, smoothed": (partial(F.cross_entropy, weight=WEIGHTS, label_smoothing=0.1), True),
     "masked mean": (masked, True),
+    "chosen by a mask": (lambda output, classes: F.cross_entropy(output[classes != 1], classes[classes != 1]), True),
+    "mean of what a mask selects": (lambda out, y: out.square().masked_select((y != 1)[:, None]).mean(), True),
     "deviation": (lambda output, classes: output.std(0).mean(), True),  # noqa: ARG005
     "softmax over samples": (lambda output, classes: output.softmax(0).square().sum(), True),  # noqa: ARG005
     "right in value, not in slope": (lambda out, y: F.cross_entropy(out, y) / F.cross_entropy(out, y).detach(), False),

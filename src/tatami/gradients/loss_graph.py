@@ -34,6 +34,7 @@ _COUPLING = frozenset({
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
 _TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
 _CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
+_CHOOSING = ("Index", "MaskedSelect")
 _OVER_BATCH = "OverBatch"
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "
@@ -65,6 +66,12 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         if not is_number:
             continue
         single = [other for other in below if math.prod(_shape(other)) == 1]
+        is_mean = name == "Mean" or getattr(node, "_saved_reduction", 0) == 1
+        if samples and is_mean and (chosen := _chosen(below)) % samples:
+            raise InputError(
+                f"the loss is a mean over {chosen} elements that a mask chooses, which is no multiple of the {samples} samples "
+                f"of this rank. {_REMEDY}; or take the sum, with reduction='sum'"
+            )
         if name == "Div" and samples and single and _operation(single[0]) in ("Sum", "Nansum"):
             other = getattr(node, "_saved_other", None)
             divisor = float(other) if type(other) is torch.Tensor and other.numel() == 1 else 0.0
@@ -116,6 +123,21 @@ def _is_over_samples(node: Any) -> bool:
         return _shape(other) != shape or _operation(other) in _TURNING
 
     return leads_to([operand], lambda other: is_output(other) and _shape(other) == shape, ends_at=leaves)
+
+
+def _chosen(nodes: Iterable[Any]) -> int:
+    """How many elements a mask chooses on the way to an output of the network; 0 where none does."""
+    found = [0]
+
+    def is_chosen(node: Any) -> bool:
+        indices = getattr(node, "_saved_indices", None) or (getattr(node, "_saved_mask", None),)
+        masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
+        if masks and _operation(node) in _CHOOSING and _leads_to_output([node]):
+            found[0] = int(masks[0].sum())
+        return found[0] > 0
+
+    leads_to(nodes, is_chosen, ends_at=lambda node: is_output(node) or _operation(node) == _OVER_BATCH)
+    return found[0]
 
 
 def _leads_to_output(nodes: Iterable[Any]) -> bool:
