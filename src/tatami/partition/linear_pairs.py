@@ -53,9 +53,36 @@ class PairNames:
 
 
 def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
-    """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs."""
+    """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs.
+
+    They are pairs, or are not called, in training and in evaluation, with gradients and without: the network may branch by it.
+    """
+    found, calls = _chains(model)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        for training, has_gradients in itertools.product((True, False), repeat=2) if found and calls else ():
+            for module in modes:
+                module.training = training
+            with torch.set_grad_enabled(has_gradients):
+                chains, calls = _chains(model)
+            same = {(names.first, names.second) for names in chains}
+            found = [
+                names
+                for names in found
+                if (names.first, names.second) in same or (calls and calls.isdisjoint((names.first, names.second)))
+            ]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return tuple(_disjoint(found))
+
+
+def _chains(model: nn.Module) -> tuple[list[PairNames], set[str]]:
+    """What may be pairs, and the modules that are called; no modules where torch.fx cannot follow the network."""
     graph = traced(model).graph
-    return tuple(_disjoint(list(_sequential_chains(model) if graph is None else _graph_chains(model, graph))))
+    if graph is None:
+        return list(_sequential_chains(model)), set()
+    return list(_graph_chains(model, graph)), {str(node.target) for node in graph.nodes if node.op == "call_module"}
 
 
 _tracing = threading.Lock()
