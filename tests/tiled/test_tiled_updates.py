@@ -233,14 +233,16 @@ def test_transforms_of_torch_func_are_refused_where_ranks_meet(comm: AbstractCom
     models = [tiled(network(), comm, layout=layout, batch_size=SAMPLES) for layout in layouts]
     for model in (*models, DataParallel(network(), comm)):
         here = x if isinstance(model, DataParallel) else model.local(x)
-        for transform in (lambda call: torch.func.grad(lambda x: call(x).sum()), torch.func.jacrev):
+        transforms: list[Any] = [torch.func.grad, torch.func.jacrev]
+        for transform in transforms:
+            slope, expected = (transform(lambda x, call=call: call(x).sum()) for call in (model, plain))
             if comm.size == 1 and model in models:
-                assert_close({"": transform(model)(here).detach()}, {"": transform(plain)(x).detach()}, what="transformed")
+                assert_close({"": slope(here).detach()}, {"": expected(x).detach()}, what="transformed")
                 continue
             with pytest.raises(
                 ModelError, match=r"a transform of torch\.func .* goes through the forward pass of a TiledModel"
             ):
-                transform(model)(here)
+                slope(here)
 
 
 SIZES = (9, 9, 2)

@@ -59,17 +59,18 @@ def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
     """
     found, calls = _chains(model)
     modes = {module: module.training for module in model.modules()}
+    others = set(itertools.product((True, False), repeat=2)) - {(model.training, torch.is_grad_enabled())}
     try:
-        for training, has_gradients in itertools.product((True, False), repeat=2) if found and calls else ():
+        for training, has_gradients in others if calls and found else ():
             for module in modes:
                 module.training = training
             with torch.set_grad_enabled(has_gradients):
                 chains, calls = _chains(model)
-            same = {(names.first, names.second) for names in chains}
+            same = {(each.first, each.second) for each in chains}
             found = [
-                names
-                for names in found
-                if (names.first, names.second) in same or (calls and calls.isdisjoint((names.first, names.second)))
+                each
+                for each in found
+                if (each.first, each.second) in same or (calls is not None and calls.isdisjoint((each.first, each.second)))
             ]
     finally:
         for module, mode in modes.items():
@@ -77,11 +78,11 @@ def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
     return tuple(_disjoint(found))
 
 
-def _chains(model: nn.Module) -> tuple[list[PairNames], set[str]]:
-    """What may be pairs, and the modules that are called; no modules where torch.fx cannot follow the network."""
+def _chains(model: nn.Module) -> tuple[list[PairNames], set[str] | None]:
+    """What may be pairs, and the modules that are called; None where torch.fx cannot follow the network."""
     graph = traced(model).graph
     if graph is None:
-        return list(_sequential_chains(model)), set()
+        return list(_sequential_chains(model)), None
     return list(_graph_chains(model, graph)), {str(node.target) for node in graph.nodes if node.op == "call_module"}
 
 
