@@ -232,7 +232,7 @@ def test_transforms_of_torch_func_are_refused_where_ranks_meet(comm: AbstractCom
     layouts = [simple_layout(list(range(comm.size))), simple_layout(*([rank] for rank in range(comm.size)))]
     models = [tiled(network(), comm, layout=layout, batch_size=SAMPLES) for layout in layouts]
     for model in (*models, DataParallel(network(), comm)):
-        here = x if isinstance(model, DataParallel) else model.local(x)
+        here = model.local(x) if isinstance(model, TiledModel) else x
         transforms: list[Any] = [torch.func.grad, torch.func.jacrev]
         for transform in transforms:
             slope, expected = (transform(lambda x, call=call: call(x).sum()) for call in (model, plain))
