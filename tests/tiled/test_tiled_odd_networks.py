@@ -1,6 +1,7 @@
 """Networks that change themselves, or look at their batch or weights in odd ways: exact as they come, or refused by name."""
 
 import copy
+import itertools
 import random
 import re
 import warnings
@@ -31,8 +32,8 @@ pytestmark = [pytest.mark.ranks(2), pytest.mark.threads_only]
 Forward = Callable[..., Any]
 
 
-def paired(forward: Forward, **buffers: torch.Tensor) -> Written:
-    return Written(forward, pair=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), **buffers)
+def paired(forward: Forward, **parts: Any) -> Written:
+    return Written(forward, pair=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), **parts)
 
 
 def moving_mean(net: Any, x: torch.Tensor) -> Any:
@@ -227,7 +228,17 @@ def biaffine() -> nn.Module:
     return Written(forward, **first, square=square, narrow=nn.Linear(8, 5), last=nn.Bilinear(5, 6, 3))
 
 
+def packed(net: Any, x: torch.Tensor) -> Any:
+    """A recurrent layer that skips what is behind the length of each sample."""
+    lengths = (x[..., 0] > 0).sum(1).clamp(min=1)
+    rows = nn.utils.rnn.pack_padded_sequence(net.pair(x), lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(net.layer(rows)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
 ODD = {
+    "packed": Case(
+        build=lambda: paired(packed, layer=nn.GRU(6, 5, batch_first=True)), draw=reals(7, 6), blocks=("linear pair",)
+    ),
     "biaffine": Case(build=biaffine, draw=reals(2, 6), blocks=("linear pair", "linear pair")),
     "fused": Case(build=lambda: Fused(hidden=6, bias=True), draw=reals(5, 12), blocks=("attention with perceptron",)),
     "mirrored": Case(
@@ -379,6 +390,50 @@ def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(
             tiled(tiled.local(sample[:3, :4]))
 
     world(body)
+
+
+def asking(net: Any, h: torch.Tensor) -> Any:  # noqa: ARG001
+    return h if torch.is_grad_enabled() else 2 * h
+
+
+def looking(net: Any, h: torch.Tensor) -> Any:  # noqa: ARG001
+    return h if h.requires_grad else 2 * h
+
+
+def asking_in_evaluation(net: Any, h: torch.Tensor) -> Any:
+    return 2 * h if torch.is_grad_enabled() and not net.training else h
+
+
+def counting(net: Any, h: torch.Tensor) -> Any:
+    if torch.is_grad_enabled():
+        net.seen += 1
+    return h
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("ask", [asking, looking, asking_in_evaluation, counting])
+def test_a_module_that_asks_whether_there_are_gradients_runs_as_it_is(world: World, ask: Forward) -> None:
+    @one_at_a_time
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        parts = {"a": nn.Linear(6, 8), "b": nn.Linear(6, 8), "c": nn.Linear(8, 6), "seen": torch.zeros(())}
+        gated = Written(lambda net, x: net.c(ask(net, F.silu(net.a(x)) * net.b(x))), **parts)
+        return nn.Sequential(gated, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def loop(model: Any, local: Callable[..., Any]) -> list[float]:
+        numbers = []
+        for training, has_gradients in itertools.product((True, False), repeat=2):
+            model.train(training)
+            with torch.set_grad_enabled(has_gradients):
+                numbers.append(float(model(local(x)).detach().sum()))
+        model(local(x)).square().mean().backward()
+        return [*numbers, float(getattr(model, "module", model)[0].seen)]
+
+    x = torch.rand(6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = find_blocks(make(), sample=x)
+    assert "1.weight" in {name for block in found.blocks for name in block.cuts if name not in ("0.a.weight", "0.b.weight")}
+    assert found.reasons["0"].startswith("its forward pass does something else without gradients (torch.no_grad())")
+    check_loop(world, make, loop, layouts=lambda size: [simple_layout(list(range(size)))], batch_size=6, sample=x)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from networks import CASES as NETWORKS
 from networks import LARGE, Experts, build
 from torch import nn
 
+from drawing import Written
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError
 from tatami.partition.linear_pairs import PairNames, find_pairs
@@ -277,6 +278,35 @@ class Untraceable(nn.Module):
 )
 def test_pairs(model: nn.Module, pairs: list[PairNames]) -> None:
     assert list(find_pairs(model)) == pairs
+
+
+def evaluating(net: nn.Module) -> bool:
+    return not net.training
+
+
+def without_gradients(net: nn.Module) -> bool:  # noqa: ARG001
+    return not torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("is_other", [evaluating, without_gradients])
+@pytest.mark.parametrize(
+    ("other", "pairs"),
+    [
+        (lambda net, x: net.b(net.a(x).softmax(-1)), []),
+        (lambda net, x: net.a(x), []),
+        (lambda net, x: net.b(net.a(x)), [pair("a", "b")]),
+        (lambda _, x: x, [pair("a", "b")]),
+    ],
+)
+def test_a_pair_is_one_in_evaluation_and_without_gradients(
+    is_other: Callable[[nn.Module], bool], other: Callable[[Any, torch.Tensor], torch.Tensor], pairs: list[PairNames]
+) -> None:
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        return other(net, x) if is_other(net) else net.b(torch.relu(net.a(x)))
+
+    model = Written(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 4))
+    assert list(find_pairs(model)) == pairs
+    assert all(module.training for module in model.modules())
 
 
 def test_a_layer_called_twice_is_in_no_pair() -> None:

@@ -319,11 +319,12 @@ def test_a_rank_without_units_can_not_evaluate_alone(comm: AbstractCommunicator)
             assert model(torch.rand(3, 4)).shape == (3, 2)
 
 
-def test_layers_called_by_themselves_before_any_forward_pass(comm: AbstractCommunicator) -> None:
+def test_gradients_before_any_forward_pass(comm: AbstractCommunicator) -> None:
+    """They come from a layer that is called by itself, and from a penalty on a weight."""
     model = laid(comm)
-    loss = model.module(model.local(torch.rand(8, 4))).mean()
-    with pytest.raises(ModelError, match="a layer was called before its TiledModel"):
-        loss.backward()
+    for term in (model.module(model.local(torch.rand(8, 4))).mean(), next(model.parameters()).square().sum()):
+        with pytest.raises(ModelError, match=r"to a weight before the first forward pass .* a penalty .*Call the model first"):
+            term.backward()
 
 
 @pytest.mark.ranks(1, 2)

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, PlanError, TrainingError
+from tatami.parallel import DataParallel
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica
@@ -222,6 +223,26 @@ def test_compiling_is_refused_where_ranks_meet_in_the_forward_pass(comm: Abstrac
     for call in (compiled, torch.compile(lambda x: 2 * model(x), backend="eager")):
         with pytest.raises(ModelError, match=r"torch\.compile follows a tiled model into the sums over its ranks"):
             call(here_x)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_transforms_of_torch_func_are_refused_where_ranks_meet(comm: AbstractCommunicator) -> None:
+    """A tiled model on one rank alone may be transformed."""
+    plain, (x, _) = network(), inputs()
+    layouts = [simple_layout(list(range(comm.size))), simple_layout(*([rank] for rank in range(comm.size)))]
+    models = [tiled(network(), comm, layout=layout, batch_size=SAMPLES) for layout in layouts]
+    for model in (*models, DataParallel(network(), comm)):
+        here = model.local(x) if isinstance(model, TiledModel) else x
+        transforms: list[Any] = [torch.func.grad, torch.func.jacrev]
+        for transform in transforms:
+            slope, expected = (transform(lambda x, call=call: call(x).sum()) for call in (model, plain))
+            if comm.size == 1 and model in models:
+                assert_close({"": slope(here).detach()}, {"": expected(x).detach()}, what="transformed")
+                continue
+            with pytest.raises(
+                ModelError, match=r"a transform of torch\.func .* goes through the forward pass of a TiledModel"
+            ):
+                slope(here)
 
 
 SIZES = (9, 9, 2)

@@ -19,9 +19,7 @@ def check_tensor(operation: str, tensor: torch.Tensor) -> None:
         InputError: a device, dtype or layout that is not moved.
     """
     if not is_movable(tensor):
-        raise InputError(
-            f"{operation}: a tensor of the device 'meta' has a shape and no values that could be moved; nor has one of another stage"
-        )
+        raise InputError(f"{operation}: a tensor of the device 'meta' has a shape and no values that could be moved")
     if tensor.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise InputError(f"{operation}: {tensor.dtype} is not moved between ranks; convert it to one of: {names}")

@@ -287,12 +287,14 @@ class GradientEngine:
 
     def _begin_backward(self, parameter: nn.Parameter) -> None:
         """The first gradient of a parameter has come."""
-        self._is_new = False
         found = self._pass or self._last
         if found is None:
             raise ModelError(
-                "a layer was called before its TiledModel or DataParallel, which knows how its gradient is weighed. Call that"
+                "a gradient comes to a weight before the first forward pass of its TiledModel or DataParallel, which knows how "
+                "it is weighed: backward() of a penalty on weights, or of a layer that was called by itself. Call the model "
+                "first, and backward() after that, or once on the sum of all terms"
             )
+        self._is_new = False
         self._refuse_late(found)
         if torch.is_grad_enabled():
             raise InputError(

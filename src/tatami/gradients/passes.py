@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError
+from tatami.errors import InputError, ModelError
 
 _MARK = "tatami.output"
 """Key in the metadata of the autograd node of an output."""
@@ -135,6 +135,19 @@ def over_batch(mean: torch.Tensor, *, share: float, comm: AbstractCommunicator) 
         comm.allreduce(total)
     whole: torch.Tensor = OverBatch.apply(mean, total.to(mean))  # type: ignore[no-untyped-call]
     return whole
+
+
+def refuse_transforms() -> None:
+    """
+    Raises:
+        ModelError: this runs inside of a transform of `torch.func`.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ModelError(
+            "a transform of torch.func (grad, vjp, jvp, jacrev, vmap, ...) goes through the forward pass of a TiledModel or "
+            "DataParallel, whose sums over the ranks it cannot follow. Use backward() or torch.autograd.grad, or transform "
+            "the plain network: model.whole(), or the module of DataParallel"
+        )
 
 
 def mark_output(tensor: torch.Tensor, *, of: object) -> None:

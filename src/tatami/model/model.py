@@ -28,7 +28,7 @@ from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, T
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.engine import GradientEngine, PassMoment
 from tatami.gradients.outside_reads import OutsideReads
-from tatami.gradients.passes import ForwardPass, over_batch
+from tatami.gradients.passes import ForwardPass, over_batch, refuse_transforms
 from tatami.model.deferred import DeferredPasses
 from tatami.model.describing import Description, describe
 from tatami.model.describing_stages import describe_stages
@@ -498,6 +498,7 @@ class TiledModel(nn.Module):
         given = _samples_given(inputs, named_inputs)
         if self.comm.size > 1:
             refuse_compiling()
+            refuse_transforms()
             if self._shares_units:
                 self._settings.refuse()
             self._check_batch(given)

@@ -29,7 +29,7 @@ from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
 from tatami.gradients.outside_reads import OutsideReads
-from tatami.gradients.passes import ForwardPass, over_batch
+from tatami.gradients.passes import ForwardPass, over_batch, refuse_transforms
 from tatami.inputs import check_at_least
 from tatami.parallel.batch_norm import MultiNodeBatchNorm
 from tatami.parallel.speed_shares import SpeedShares
@@ -161,8 +161,9 @@ class DataParallel(nn.Module):
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._watch.begin_pass()
         size, is_mean = self._comm.size, self._reduction == "mean"
+        refuse_transforms()
+        self._watch.begin_pass()
         samples = num_samples(args, kwargs) if is_mean and size > 1 else 0
         self._outside.samples = samples if samples > 1 else None
         begun = self._begun = self._engine.begin(

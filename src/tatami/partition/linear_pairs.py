@@ -62,10 +62,37 @@ class PairNames:
 
 def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
     """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs, and nothing
-    between has hooks, which are to be called with what is whole."""
+    between has hooks, which are to be called with what is whole.
+
+    They are pairs, or are not called, in training and in evaluation, with gradients and without: the network may branch by it.
+    """
+    found, calls = _chains(model)
+    modes = {module: module.training for module in model.modules()}
+    others = set(itertools.product((True, False), repeat=2)) - {(model.training, torch.is_grad_enabled())}
+    try:
+        for training, has_gradients in others if calls and found else ():
+            for module in modes:
+                module.training = training
+            with torch.set_grad_enabled(has_gradients):
+                chains, calls = _chains(model)
+            same = {(each.first, each.second) for each in chains}
+            found = [
+                each
+                for each in found
+                if (each.first, each.second) in same or (calls is not None and calls.isdisjoint((each.first, each.second)))
+            ]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return tuple(_disjoint([pair for pair in found if not any(has_hooks(model.get_submodule(name)) for name in pair.between)]))
+
+
+def _chains(model: nn.Module) -> tuple[list[PairNames], set[str] | None]:
+    """What may be pairs, and the modules that are called; None where torch.fx cannot follow the network."""
     graph = traced(model).graph
-    chains = _sequential_chains(model) if graph is None else _graph_chains(model, graph)
-    return tuple(_disjoint([pair for pair in chains if not any(has_hooks(model.get_submodule(name)) for name in pair.between)]))
+    if graph is None:
+        return list(_sequential_chains(model)), None
+    return list(_graph_chains(model, graph)), {str(node.target) for node in graph.nodes if node.op == "call_module"}
 
 
 _tracing = threading.Lock()

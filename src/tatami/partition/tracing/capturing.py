@@ -439,7 +439,12 @@ def _watched(model: nn.Module, sample: Sample, watch: _Watch, values: Collection
 
 
 def _shapes(call: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), call)
+    """Tensors without values. Integers keep theirs: a `PackedSequence` does not accept batch sizes that are not on the CPU."""
+
+    def shape(leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(leaf, device="meta") if leaf.is_floating_point() else leaf.detach()
+
+    return pytree.tree_map_only(torch.Tensor, shape, call)
 
 
 _signature = functools.lru_cache(maxsize=256)(inspect.signature)

@@ -3,7 +3,8 @@
 Two ranks of a replica are played in this thread: the local program runs twice in step, each time with a part of the units of
 every block, in double precision. What enters a block and what leaves it is summed over both, forward and backward, as between
 ranks. The result of each, and every gradient, must be those of the module itself. What fails is not believed; so a wrong rule
-about some operation can make a network be tiled less, never wrongly.
+about some operation can make a network be tiled less, never wrongly. A program computes the same with gradients and without; so
+must the module.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from tatami.partition.tracing.exporting import FollowedProgram, ModuleCall, NotFollowedError
 from tatami.partition.tracing.local_program import LocalProgram
-from tatami.partition.tracing.restore_state import copy_of
+from tatami.partition.tracing.restore_state import copy_of, kept
 from tatami.partition.tracing.units import UnitAxis
 from tatami.runtime import batch_operations
 from tatami.runtime import context as steps
@@ -31,6 +32,10 @@ from tatami.tiling import Span
 _TOLERANCE = 1e-9
 """Tolerance, of the largest element in double precision: sums in other order are off by 1e-15, a wrong cut by 1e-2 or more."""
 _PARTS = 2
+_ASKS_GRADIENTS = (
+    "its forward pass does something else without gradients (torch.no_grad()), which a program of it would not; branch outside "
+    "of it, or by self.training"
+)
 
 
 def believe(
@@ -78,9 +83,14 @@ def _believe(
         own = dict(_tensors(module, program))
         cuts = _cuts(program, candidates)
         parts = [_Part(own, cuts, inputs, program.same, index, candidates) for index in range(_PARTS)]
-        with _WithoutDropout():
-            args, kwargs = pytree.tree_unflatten(inputs, program.in_spec)
-            expected = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if _is_float(leaf)]
+        with torch.no_grad(), kept(module):
+            without = _floats_of(module, program, _copies(inputs, program.same))
+        torch.manual_seed(0)
+        expected, buffers = _floats_of(module, program, inputs)
+        try:
+            compare([*without[0], *without[1]], [*expected, *buffers], "")
+        except NotFollowedError as error:
+            raise NotFollowedError(_ASKS_GRADIENTS) from error
         weights = [torch.randn_like(leaf) for leaf in expected]
         results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts, program.given, written)]
         for index, result in enumerate(results):
@@ -90,6 +100,21 @@ def _believe(
         _backward([leaf for result in results for leaf in result], weights * _PARTS)
         for part in parts:
             part.compare(own, cuts, inputs)
+
+
+def _floats_of(
+    module: nn.Module, program: FollowedProgram, inputs: Sequence[Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The floating-point results of the module without dropout, and what its buffers are after that."""
+    args, kwargs = pytree.tree_unflatten(inputs, program.in_spec)
+    with _WithoutDropout():
+        results = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if _is_float(leaf)]
+    own = (tensor for _, tensor in _tensors(module, program))
+    return results, [
+        each.detach().to(torch.float64, copy=True)
+        for each in own
+        if not isinstance(each, nn.Parameter) and not each.is_complex()
+    ]
 
 
 class _Part:
@@ -122,11 +147,10 @@ class _Part:
             self.own[name] = value.clone().requires_grad_(tensor.requires_grad)
             if name not in cuts:
                 whole[id(tensor)] = self.own[name]
-        copies = [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in inputs
-        ]
-        self.inputs = [copies[first] for first in same]
+        self.inputs = _copies(inputs, same)
+        for copied, leaf in zip(self.inputs, inputs, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                copied.requires_grad_(leaf.requires_grad)
 
     def compare(self, own: dict[str, torch.Tensor], cuts: dict[str, tuple[UnitRuns, int]], inputs: Sequence[Any]) -> None:
         for name, tensor in own.items():
@@ -248,6 +272,12 @@ class _WithoutDropout(TorchFunctionMode):
         elif at is not None and "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+def _copies(inputs: Sequence[Any], same: Sequence[int]) -> list[Any]:
+    """Inputs cut loose from all others; what is one tensor stays one."""
+    copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
+    return [copies[first] for first in same]
 
 
 def _double(leaf: Any) -> Any:
