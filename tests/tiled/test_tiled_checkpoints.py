@@ -310,12 +310,15 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicat
     layout = some_layouts(comm.size)[0]
     run(comm, tmp_path, layout, iterations=2)
 
-    def resumed(built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = tmp_path) -> None:
+    def resumed(
+        built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = tmp_path, data: Any = None
+    ) -> None:
         model = tiled(built, comm, layout=layout, batch_size=BATCH)
         before = comm.bcast_object(whole_state_dict(model))
         trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), seed=4)
         try:
-            trainer.fit(inputs(), batch_size=batch_size, epochs=3, resume=where)
+            given: Any = {"batch_size": batch_size} if data is None else {}
+            trainer.fit(data or inputs(), epochs=3, resume=where, **given)
         finally:
             after = comm.bcast_object(whole_state_dict(model))
             assert all(torch.equal(before[name], after[name]) for name in before)
@@ -325,6 +328,7 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicat
         ({"built": other}, r"(?s)of another network:.*0.weight has shape \(8, 4\), this network needs \(5, 4\)"),
         ({"built": NETWORK, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "this state is of Adam, and the optimizer is SGD"),
         ({"built": NETWORK, "batch_size": 9}, r"within an epoch over other data: batch_size 9 \(was 8\)"),
+        ({"built": NETWORK, "data": DataLoader(TensorDataset(*inputs()), batch_size=BATCH)}, r"seed unknown \(was 4\)"),
         ({"built": NETWORK, "where": tmp_path / "nothing"}, "there is no checkpoint in .*nothing"),
     ):
         with pytest.raises(CheckpointError, match=match):
@@ -338,6 +342,16 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicat
     comm.barrier()
     with pytest.raises(CheckpointError, match=r"rank-0000.safetensors is truncated"):
         resumed(NETWORK)
+
+
+@pytest.mark.ranks(1)
+def test_a_scheduler_that_is_no_longer_there_is_warned_about(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    layout = some_layouts(1)[0]
+    run(comm, tmp_path, layout, iterations=2)
+    model = tiled(NETWORK, comm, layout=layout, batch_size=BATCH)
+    trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), seed=4)
+    with pytest.warns(UserWarning, match="was written with a scheduler, and the run goes on without one"):
+        trainer.fit(inputs(), batch_size=BATCH, epochs=3, resume=tmp_path)
 
 
 def test_settings_that_cannot_be() -> None:

@@ -227,7 +227,8 @@ def _assembled(
     facts = _facts(setup, batches)
     if common["position"]["batch"] and common["data"] != facts:
         was = common["data"]
-        told = ", ".join(f"{key} {facts[key]} (was {was.get(key)})" for key in facts if facts[key] != was.get(key))
+        other = [key for key in {**was, **facts} if facts.get(key) != was.get(key)]
+        told = ", ".join(f"{key} {facts.get(key, 'unknown')} (was {was.get(key, 'unknown')})" for key in other)
         raise CheckpointError(f"it was saved within an epoch over other data: {told}. Give fit what it was given then")
     restore_layout(model, setup.optimizer, common)
     assembly = Assembly(model, setup.optimizer, averages_of(model.parameters()), common=common)
@@ -248,4 +249,7 @@ def restore_progress(setup: TrainingSetup, position: TrainingPosition, common: M
     setup.updates.scaler.load_state_dict(common["scaler"])
     if setup.learning_rate is not None and common["learning_rate"] is not None:
         setup.learning_rate.load_state_dict(common["learning_rate"])
+    elif (setup.learning_rate is None) != (common["learning_rate"] is None) and setup.model.comm.rank == 0:
+        was, now = ("with", "without") if setup.learning_rate is None else ("without", "with")
+        warn(f"the checkpoint was written {was} a scheduler, and the run goes on {now} one: its learning rates are others now")
     setup.callbacks.load_state_dict(common["callbacks"])
