@@ -44,16 +44,17 @@ def numbers_of(named: Iterable[tuple[str, torch.Tensor]], *, look: int) -> dict[
     return found
 
 
-def refuse_other_weights(every_rank: Sequence[Mapping[str, Numbers]]) -> None:
+def refuse_other_weights(every_rank: Sequence[Mapping[str, Numbers]], *, ranks: Sequence[int] | None = None) -> None:
     """
     Args:
         every_rank: what `numbers_of` returned on each rank; the same on all ranks.
+        ranks: their numbers; None: all from 0 on.
 
     Raises:
         InputError: two ranks hold different numbers under one name; names them.
     """
     known: dict[str, tuple[int, Numbers]] = {}
-    for rank, weights in enumerate(every_rank):
+    for rank, weights in zip(ranks or range(len(every_rank)), every_rank, strict=True):
         for name, numbers in weights.items():
             first, expected = known.setdefault(name, (rank, numbers))
             if numbers != expected and _differ(expected, numbers):

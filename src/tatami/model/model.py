@@ -1113,7 +1113,7 @@ class TiledModel(nn.Module):
         if not self.comm.changes:  # a rank that has joined has made fewer steps
             # Parameters of other stages, too: a learning rate of one stage alone would be seen by no other rank of it.
             watches[0].add(lambda: steps_of(self.parameters()), refuse_other_steps)
-        watch.add(self._weights, refuse_other_weights)
+        watch.add(self._weights, self._refuse_other_weights)
         return watches
 
     def check_same_weights(self) -> None:
@@ -1123,7 +1123,10 @@ class TiledModel(nn.Module):
             InputError: on all ranks: they have not; names the weight.
         """
         if self.stage_comm.size > 1:
-            refuse_other_weights(self.stage_comm.allgather_object(self._weights()))
+            self._refuse_other_weights(self.stage_comm.allgather_object(self._weights()))
+
+    def _refuse_other_weights(self, found: Sequence[Mapping[str, Numbers]]) -> None:
+        refuse_other_weights(found, ranks=[self.names.index(name) for name in self.stage_names])
 
     def _weights(self) -> dict[str, Numbers]:
         """A few elements of each parameter, and of those that ranks share, of each piece that the same ranks hold."""
