@@ -467,6 +467,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_functions_that_draw_are_refused_by_name(comm: AbstractCommunicator, name: str, inside: bool) -> None:
     layer = r"layer middle \(Inner\)" if inside else r"layer \(the model itself\) \(Draws\)"
     network = Draws(DRAWS[name], inside=inside).double()
+    nn.init.constant_(network.first.bias, -9.0)  # rrelu draws for negative numbers alone
     x = torch.ones(SAMPLES, 6, dtype=torch.float64)
     with pytest.raises(ModelError, match=rf"{layer} draws random numbers in training"):
         tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=staged(2, stages=2, cuts=(1,)), speeds="equal")
