@@ -454,11 +454,12 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "deviation of each": (lambda output, classes: output.T.std(0).mean() + output.norm(dim=1).mean(), True),  # noqa: ARG005
     "contrastive": (contrastive, False),
     "top-k": (lambda output, classes: F.cross_entropy(output, classes, reduction="none").topk(2).values.mean(), False),
+    "columns by a mask": (lambda out, y: out[:, WEIGHTS > 1].square().mean() + out.masked_select(WEIGHTS > 1).mean(), True),  # noqa: ARG005
     "mean": (F.cross_entropy, True),
     "sum over count": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / len(output), True),
     "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
 }
-FINE = ("mean", "sum over count", "half of two", "smoothed", "deviation of each")
+FINE = ("columns by a mask", "mean", "sum over count", "half of two", "smoothed", "deviation of each")
 
 
 @pytest.mark.parametrize("name", LOSSES)

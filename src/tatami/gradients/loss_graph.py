@@ -67,7 +67,8 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             continue
         single = [other for other in below if math.prod(_shape(other)) == 1]
         is_mean = name == "Mean" or getattr(node, "_saved_reduction", 0) == 1
-        if samples and is_mean and (chosen := _chosen(below)) % samples:
+        chosen = _chosen(below) if samples and is_mean else None
+        if chosen is not None and (chosen % samples or not chosen):
             raise InputError(
                 f"the loss is a mean over {chosen} elements that a mask chooses, which is no multiple of the {samples} samples "
                 f"of this rank. {_REMEDY}; or take the sum, with reduction='sum'"
@@ -125,19 +126,19 @@ def _is_over_samples(node: Any) -> bool:
     return leads_to([operand], lambda other: is_output(other) and _shape(other) == shape, ends_at=leaves)
 
 
-def _chosen(nodes: Iterable[Any]) -> int:
-    """How many elements a mask chooses on the way to an output of the network; 0 where none does."""
-    found = [0]
+def _chosen(nodes: Iterable[Any]) -> int | None:
+    """How many elements a mask chooses along the samples, on the way to an output of the network; None where none does so."""
+    found: list[int] = []
 
     def is_chosen(node: Any) -> bool:
         indices = getattr(node, "_saved_indices", None) or (getattr(node, "_saved_mask", None),)
-        masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
-        if masks and _operation(node) in _CHOOSING and _leads_to_output([node]):
-            found[0] = int(masks[0].sum())
-        return found[0] > 0
+        is_mask = indices[0] is not None and indices[0].dtype in (torch.bool, torch.uint8)  # of the first axis, not of columns
+        if is_mask and _operation(node) in _CHOOSING and _leads_to_output([node]):
+            found.append(_shape(node)[0])
+        return bool(found)
 
     leads_to(nodes, is_chosen, ends_at=lambda node: is_output(node) or _operation(node) == _OVER_BATCH)
-    return found[0]
+    return found[0] if found else None
 
 
 def _leads_to_output(nodes: Iterable[Any]) -> bool:

@@ -277,8 +277,9 @@ class TiledModel(nn.Module):
             for index, block in enumerate(self.found.blocks):
                 cut_units_of(module, block.cuts, self._units(index)[0])
         self._install(module)
+        if module is not self._modules.get("module"):
+            module.register_load_state_dict_pre_hook(_refuse_whole)  # type: ignore[no-untyped-call]
         self.module = module
-        module.register_load_state_dict_pre_hook(_refuse_whole)  # type: ignore[no-untyped-call]
         self._settings = self._settings_of(module)
         self._statistics = self._local_statistics() if self._has_local_statistics and not self._is_alone else None
         rows = [_rows(module, block.cuts) for block in self.found.blocks]
@@ -1329,8 +1330,9 @@ def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:
 
 
 def _refuse_whole(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Called by torch when `model.module`, and not the model, loads weights."""
-    for name, own in () if prefix else module.named_parameters():
+    """Called by torch when `model.module`, and not the model, loads weights; plain copies of it take what torch takes."""
+    is_tiled = any(getattr(model, "module", None) is module for model in models())
+    for name, own in module.named_parameters() if is_tiled and not prefix else ():
         given = state_dict.get(name)
         if isinstance(given, torch.Tensor) and given.dim() == own.dim() and given.numel() > own.numel():
             raise _whole_weights(f" ({name} is {tuple(given.shape)}, and {tuple(own.shape)} here)")

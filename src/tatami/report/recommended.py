@@ -61,9 +61,9 @@ def without_work(placed: Sequence[str], *, cluster: Cluster, reasons: Mapping[st
     idle: dict[str, list[str]] = {}
     for each in cluster.processors:
         if each.name not in known:
-            reason = reasons.get(each.name) if reasons is not None else None
-            known_why = _NO_FASTER if reasons is None else reason and reason.value
-            idle.setdefault(f" ({known_why})" if known_why else "", []).append(names[each.name])
+            reason = None if reasons is None else reasons.get(each.name)
+            why = _NO_FASTER if reasons is None else "" if reason is None else reason.value
+            idle.setdefault(why and f" ({why})", []).append(names[each.name])
     listed = "; ".join(f"{_listed(own)}{reason}" for reason, own in idle.items())
     return f" Without work: {listed}." if idle else ""
 

@@ -228,8 +228,8 @@ def _assembled(
     if common["position"]["batch"] and common["data"] != facts:
         was = common["data"]
         other = [key for key in {**was, **facts} if facts.get(key) != was.get(key)]
-        told = ", ".join(f"{key} {facts.get(key, 'unknown')} (was {was.get(key, 'unknown')})" for key in other)
-        raise CheckpointError(f"it was saved within an epoch over other data: {told}. Give fit what it was given then")
+        changed = ", ".join(f"{key} {facts.get(key, 'unknown')} (was {was.get(key, 'unknown')})" for key in other)
+        raise CheckpointError(f"it was saved within an epoch over other data: {changed}. Give fit what it was given then")
     restore_layout(model, setup.optimizer, common)
     assembly = Assembly(model, setup.optimizer, averages_of(model.parameters()), common=common)
     assembly.take(first["shard"])

@@ -46,12 +46,14 @@ def has_hooks(module: nn.Module, *, forward: bool = True) -> bool:
     return any(own)
 
 
-def has_inner_hooks(module: nn.Module) -> bool:
-    """Whether modules inside of this one have forward hooks, which a program of this one would not call; those of torch that
+def hooked_inside(module: nn.Module) -> str | None:
+    """A module inside of this one that has forward hooks, which a program of this one would not call; those of torch that
     compute weights (`torch.nn.utils.weight_norm`) are a part of the program."""
-    inside = (each for each in module.modules() if each is not module)
-    hooks = (hook for each in inside for kind in _HOOKS[:2] for hook in vars(each)[kind].values())
-    return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
+    for name, inner in module.named_modules():
+        hooks = [hook for kind in _HOOKS[:2] for hook in vars(inner)[kind].values()]
+        if name and any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks):
+            return str(name)
+    return None
 
 
 class _Noticing(OrderedDict[Any, Any]):

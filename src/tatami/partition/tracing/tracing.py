@@ -22,7 +22,7 @@ from tatami.partition.tracing.mixing import close
 from tatami.partition.tracing.operators import Following
 from tatami.partition.tracing.restore_state import alike, kept
 from tatami.partition.tracing.same_program import SameResults
-from tatami.partition.tracing.settings import has_hooks, has_inner_hooks
+from tatami.partition.tracing.settings import has_hooks, hooked_inside
 from tatami.partition.tracing.split_test import believe
 from tatami.partition.tracing.units import UnitAxis, find_stops, find_units, follow, unclear_axes
 from tatami.progress import reported
@@ -133,9 +133,8 @@ def follow_modules(
         inside = {other for other in found if other.startswith(prefix) or not prefix}
         taken_inside = {tensor for tensor in taken if tensor.startswith(prefix)} | captured.read_elsewhere(name)
         whole = frozenset(tensor.removeprefix(prefix) for tensor in taken_inside)
-        hooked = next((inner for inner, each in module.named_modules() if has_hooks(each, forward=False)), None)
-        if hooked is None and has_inner_hooks(module):
-            hooked = next(inner for inner, each in module.named_modules() if inner and has_hooks(each))
+        backward = (inner for inner, each in module.named_modules() if has_hooks(each, forward=False))
+        hooked = next(backward, hooked_inside(module))
         if hooked is not None:
             reasons[name] = f"{hooked or 'it'} has hooks, which a program of it would not call; remove them before it is tiled"
             continue
