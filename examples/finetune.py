@@ -40,6 +40,7 @@ parser.add_argument("--eval-batch", type=int, help="windows in evaluation, of wh
 parser.add_argument(
     "--speeds", default="measure", help="of the ranks: 1,0.5,0.25, or a cluster.toml, which also has memory (default: measured)"
 )
+parser.add_argument("--loss-only", action="store_true", help="no sample of text, for which rank 0 needs the whole network")
 parser.add_argument("--save", type=Path, help="folder for the fine-tuned model, which transformers can load")
 options = parser.parse_args()
 
@@ -92,7 +93,8 @@ if speeds.endswith(".toml"):
 elif speeds != "measure":
     speeds = [float(each) for each in speeds.split(",")]
 sample = {name: value[:2] for name, value in test.items()}
-model = tatami.tile(load, comm, batch_size=options.batch, sample=sample, speeds=speeds, reduction="mean")
+# No copy of the last good weights is kept: if the loss becomes infinite, the files of the pretrained model are still there.
+model = tatami.tile(load, comm, batch_size=options.batch, sample=sample, speeds=speeds, reduction="mean", rescue_copy=False)
 optimizer = partial(torch.optim.AdamW, lr=options.lr or (1e-3 if options.lora else 3e-5))
 clip = None if comm.changes else 1.0  # targets are left out of the loss, and elastic runs cannot count these before they clip
 trainer = tatami.Trainer(model, optimizer=optimizer, gradient_clip_val=clip)  # no loss=: the network computes its own
@@ -101,8 +103,10 @@ trainer = tatami.Trainer(model, optimizer=optimizer, gradient_clip_val=clip)  # 
 def report(when: str) -> Any:
     """Print the loss and a sample of text, and return the whole network on rank 0. All ranks must call it."""
     loss = trainer.evaluate(test, batch_size=options.eval_batch or options.batch)["loss"]
-    network: Any = model.whole()
-    if network is not None:
+    network: Any = None if options.loss_only and options.save is None else model.whole()
+    if options.loss_only and comm.rank == 0:
+        print(f"{when}: loss {loss:.6f} on held-out text", flush=True)
+    elif network is not None:
         prompt = tokenizer(tokenizer.decode(held_out[:8]), return_tensors="pt")
         written = network.eval().generate(**prompt, max_new_tokens=24, do_sample=False)
         print(f"{when}: loss {loss:.6f} on held-out text; sample: {tokenizer.decode(written[0])!r}", flush=True)

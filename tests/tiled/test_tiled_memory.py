@@ -22,7 +22,7 @@ import tatami
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm import AbstractCommunicator, Recording, run_threads
-from tatami.errors import InputError, MemoryLackError
+from tatami.errors import InputError, MemoryLackError, NotFiniteError
 from tatami.partition.tracing.saved_activations import Keeping, forward_alone
 from tatami.state.good_state import GoodState
 from tatami.tiling import Layout, Plan, Replica, plan
@@ -434,6 +434,38 @@ def test_plans_count_the_moments_that_the_optimizer_is_said_to_keep() -> None:
     assert [each.update_bytes_per_parameter for each in (adam, momentum, plain)] == [8.0, 0.0, 0.0]
     with pytest.raises(InputError, match="optimizer_moments must be at least 0, not -1"):
         run_threads(lambda comm: tile(network, comm, batch_size=4, optimizer_moments=-1), size=1)
+
+
+@pytest.mark.parametrize("is_own_loop", [True, False])
+def test_a_network_fits_without_the_copy_of_the_last_good_weights(*, is_own_loop: bool, tmp_path: Path) -> None:
+    network = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    weights_bytes = sum(each.nbytes for each in network.parameters())
+    one = Processor(
+        name="p0", speed=1.0, memory_bytes=round(4.7 * weights_bytes)
+    )  # weights, gradients and moments, and a layer's update
+    x, y = torch.randn(8, 256), torch.randn(8, 256)
+
+    def tiled(comm: AbstractCommunicator, *, rescue_copy: bool) -> TiledModel:
+        return tile(
+            network, comm, batch_size=8, speeds=Cluster(processors=(one,)), reduction="mean", sample=x, rescue_copy=rescue_copy
+        )
+
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(MemoryLackError, match=r"without the Trainer's copy of the last good weights \(tatami.tile\(rescue"):
+            tiled(comm, rescue_copy=True)
+        settings: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": nn.MSELoss()}
+        if is_own_loop:
+            own = tatami.Trainer(tiled(comm, rescue_copy=False), rescue_dir=tmp_path, **settings)
+        else:
+            tile_here = functools.partial(tile, speeds=Cluster(processors=(one,)))
+            own = tatami.Trainer(network, comm=comm, tile=tile_here, rescue_dir=None, **settings)
+        own.fit((x, y), batch_size=8, iterations=2)
+        assert own.model.workload.state_bytes_per_parameter == 16.0
+        with pytest.raises(NotFiniteError, match="no copy of the last good weights was kept"):
+            own.fit((x * float("nan"), y), batch_size=8, iterations=1)
+
+    run_threads(body, size=1)
+    assert not list(tmp_path.iterdir())
 
 
 FREES = """

@@ -241,6 +241,23 @@ def test_stages_are_chosen_where_they_are_faster_or_nothing_else_fits() -> None:
         assert {rank.micro_batches for rank in found.ranks} == {6}
 
 
+def test_only_stages_that_hold_the_largest_weight_need_room_to_update_it() -> None:
+    """A vocabulary of which two copies of 4 MiB, with Adam's 32 MiB of state and update, are the most of the network."""
+    workload = _gpt(width=256, vocabulary=4096, tied=True)
+    table_bytes = 4 * 256 * 4096
+    for size_bytes, fits in ((7.5 * table_bytes, True), (6.9 * table_bytes, False)):
+        cluster = Cluster(
+            processors=tuple(Processor(name=f"p{index}", speed=1.0, memory_bytes=round(size_bytes)) for index in range(4))
+        )
+        found = plan_stages(cluster, workload, stages=4)
+        assert (found is not None) == fits
+        if found is not None:
+            kept_bytes = [rank.memory_bytes for rank in found.ranks]
+            assert min(kept_bytes[0], kept_bytes[-1]) >= (5 + 2) * table_bytes
+            assert max(kept_bytes[1:-1]) < 5 * table_bytes
+            assert max(kept_bytes) <= size_bytes
+
+
 def _hosts(*speeds: float, each: int, memory_bytes: int | None = None) -> Cluster:
     """Hosts of several ranks of the same speed, and a slow network between hosts."""
     processors = [
@@ -304,6 +321,7 @@ def _task(seed: int, *, machines: int, pieces: int, limited: bool) -> PipelineTa
         state_bytes=work,
         activation_bytes=work * 0.2,
         memory_bytes=rng.uniform(0.2, 1.5, machines) * work.sum() if limited else np.full(machines, math.inf),
+        update_bytes=rng.choice([0.0, 0.5, 2.0], pieces) * work,
         micro_batches=int(rng.choice([1, 2, 4, 8, 16])),
     )
 
@@ -322,7 +340,9 @@ def _least_s(task: PipelineTask) -> float:
 def _kept_bytes(task: PipelineTask, stages: Sequence[PipelineStage], index: int) -> float:
     pieces = slice(stages[index].first, stages[index].stop)
     in_flight = min(len(stages) - index, task.micro_batches)
-    return float(task.state_bytes[pieces].sum() + in_flight * task.activation_bytes[pieces].sum())
+    assert task.update_bytes is not None
+    passing_bytes = max(in_flight * task.activation_bytes[pieces].sum(), task.update_bytes[pieces].max())
+    return float(task.state_bytes[pieces].sum() + passing_bytes)
 
 
 @settings(max_examples=60)

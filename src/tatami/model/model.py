@@ -8,19 +8,18 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import compress, pairwise
+from itertools import compress
 from typing import Any, Never
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tatami.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.checkpoints.parts import KEY, PartOfWeights, check_units, units_tensor
 from tatami.cluster import Cluster
-from tatami.comm.agreement import Watch, all_or_none, announce, called_by_all, debugging
+from tatami.comm.agreement import Watch, announce, called_by_all, debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.short_sum import ShortSum
 from tatami.comm.stall_report import format_ranks
@@ -32,21 +31,20 @@ from tatami.gradients.passes import ForwardPass, over_batch, refuse_transforms
 from tatami.model.deferred import DeferredPasses
 from tatami.model.describing import Description, describe
 from tatami.model.describing_stages import describe_stages
+from tatami.model.installing import install_forwards, settings_of
+from tatami.model.loss_check import check_loss
+from tatami.model.micro_batches import joined, refuse_changed, samples_given, versions_of
 from tatami.model.model_stage import ModelStage, StagedNetwork, refuse_stages
+from tatami.model.plain_network import plain_network, refuse_larger, whole_weights
 from tatami.model.tied_sums import TiedSums
 from tatami.partition.blocks import Blocks, workload_of
 from tatami.partition.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling, refuse_other_reduction
-from tatami.partition.linear_pairs import TiledFirst, TiledSecond, works_elementwise
-from tatami.partition.tracing.mixing import Judged, outputs_to_judge, refuse_other_loss
-from tatami.partition.tracing.restore_state import copy_of, kept
-from tatami.partition.tracing.settings import ModuleSettings
-from tatami.partition.tracing.traced_module import LocalForward
+from tatami.partition.tracing.restore_state import copy_of
 from tatami.runtime.allocator import trim
-from tatami.runtime.batch_layers import WholeBatchNorm, WholeDropout
-from tatami.runtime.batch_operations import UnitFactor
 from tatami.runtime.context import ModuleContext, RankContext
 from tatami.runtime.empty_batch import with_stand_in, without_stand_in
-from tatami.runtime.local_draws import LocalDrawing, LocalDraws
+from tatami.runtime.kept_pass import kept_pass
+from tatami.runtime.local_draws import LocalDraws
 from tatami.runtime.local_statistics import LocalStatistics, SplitStatistics
 from tatami.runtime.losses import LossReduction, check_reduction, check_targets_count
 from tatami.runtime.norms import WholeNorms, models, register
@@ -55,10 +53,9 @@ from tatami.runtime.overlapped_sums import OverlappedSums, may_overlap
 from tatami.runtime.owner_sums import OwnerSums
 from tatami.runtime.phases import IterationPhase, Phases
 from tatami.runtime.placement import Placement, largest, place
-from tatami.runtime.recomputed_layers import RecomputedForward
 from tatami.runtime.recomputing import Restore, recomputable, watch_checkpoints
-from tatami.runtime.row_messages import counted_from, units_of
-from tatami.runtime.rows import ONE_EACH, Rows, UnitRuns, cut_units_of, tensor_of
+from tatami.runtime.row_messages import pieces_of, units_of
+from tatami.runtime.rows import Rows, UnitRuns, cut_units_of, tensor_of
 from tatami.runtime.same_batch import BatchFacts
 from tatami.runtime.scaling import watch_scalers
 from tatami.runtime.sharded_steps import watch_sharded_steps
@@ -70,10 +67,11 @@ from tatami.runtime.vector_sum import VectorSum
 from tatami.same_steps import optimizers_of, refuse_other_steps, steps_of, watch_steps
 from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
 from tatami.stages.stand_in import StandIn
-from tatami.tiling import Layout, Span, StagedLayout, Tile, Tiling, Traffic, spans, traffic_of
+from tatami.tiling import Layout, Span, StagedLayout, Tile, Tiling, Traffic, spans
+from tatami.tiling.layout_traffic import layout_traffic
 from tatami.tiling.recomputing import refuse_recomputation
 from tatami.tiling.summing import transfer_rates
-from tatami.tiling.traffic import gradient_sums, riding_elements, sums_statistics
+from tatami.tiling.traffic import sums_statistics
 from tatami.workload import Workload, as_probed
 
 
@@ -137,6 +135,7 @@ class TiledModel(nn.Module):
         reduction: what the loss does with the samples: "mean" or "sum"; None: not known, and then there is no backward pass.
         draws: what random layers draw that cannot draw as the plain model does; None where there are none.
         outside: what the loss reads of the weights outside of the forward pass.
+        rescue_copy: whether there is room for a Trainer's copy of the last good weights.
         thread: that trains it; ranks may be threads of one process.
         sharding: sums gradients and knows which weights this rank updates, where the optimizer's state is sharded in
             `shard_fractions` of the weights, one for each rank of `stage_comm`; else None.
@@ -170,6 +169,7 @@ class TiledModel(nn.Module):
         shard_fractions: Sequence[float] | None = None,
         recompute: bool | None = None,
         optimizer_moments: int = 2,
+        rescue_copy: bool = True,
     ) -> None:
         super().__init__()
         self._plain = tuple(map(weakref.ref, plain.parameters())) if isinstance(plain, nn.Module) else ()
@@ -187,7 +187,7 @@ class TiledModel(nn.Module):
         self.link_times = LinkTimes(phases.clock)
         self.generator = generator
         self._shard_fractions, self._recompute = shard_fractions, recompute
-        self._optimizer_moments = optimizer_moments
+        self._optimizer_moments, self.rescue_copy = optimizer_moments, rescue_copy
         self.draws = draws
         self._deferred = DeferredPasses()
         self._part = 0
@@ -230,6 +230,7 @@ class TiledModel(nn.Module):
             local_statistics=self._has_local_statistics,
             sharded_optimizer=self._shard_fractions is not None,
             optimizer_moments=self._optimizer_moments,
+            rescue_copy=self.rescue_copy,
         )
         workload = replace(as_probed(work, self.cluster), recompute=self._recompute)
         return Seat(
@@ -280,7 +281,7 @@ class TiledModel(nn.Module):
         if module is not self._modules.get("module"):
             module.register_load_state_dict_pre_hook(_refuse_whole)  # type: ignore[no-untyped-call]
         self.module = module
-        self._settings = self._settings_of(module)
+        self._settings = settings_of(module, self.found)
         self._statistics = self._local_statistics() if self._has_local_statistics and not self._is_alone else None
         rows = [_rows(module, block.cuts) for block in self.found.blocks]
         self._rows = rows or [[]]
@@ -424,7 +425,7 @@ class TiledModel(nn.Module):
             for number, size in enumerate(sizes):
                 if number:
                     self.generator.set_state(state)  # every layer draws for the whole batch, and takes its samples' part
-                    _refuse_changed([name for name, own in self._unseen_versions().items() if own != versions[name]])
+                    refuse_changed([name for name, own in self._unseen_versions().items() if own != versions[name]])
                 span = Span(start, start + size)
                 self._part = number
                 self._announce(samples, span, widths)
@@ -447,11 +448,8 @@ class TiledModel(nn.Module):
 
     def _unseen_versions(self) -> dict[str, int]:
         """How often each buffer was changed, where no sample showed which ones a forward pass changes."""
-        if self.found.captured is not None or not self.module.training:
-            return {}
-        owners = {name: module for name, module in self.module.named_modules() if not isinstance(module, BATCH_NORMS)}
-        named = self.module.named_buffers()
-        return {name: buffer._version for name, buffer in named if name.rpartition(".")[0] in owners}
+        is_seen = self.found.captured is not None or not self.module.training
+        return {} if is_seen else versions_of(self.module)
 
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
@@ -496,7 +494,7 @@ class TiledModel(nn.Module):
             raise
 
     def _forward(self, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> Any:
-        given = _samples_given(inputs, named_inputs)
+        given = samples_given(inputs, named_inputs)
         if self.comm.size > 1:
             refuse_compiling()
             refuse_transforms()
@@ -696,38 +694,23 @@ class TiledModel(nn.Module):
         refuse_stages(self.stage is not None, "model.check_loss")
         if any(isinstance(each, BATCH_NORMS) and each.running_mean is None for each in self.module.modules()):
             return  # it normalizes over the batch in evaluation, too, which no part of a batch shows
-        samples = self._rank.mine.size
-        modes = {module: module.training for module in self.module.modules()}
         # A pass of ranks that share units is made by all of them, so all decide alike whether there are enough samples.
         enough = min(filter(None, self._rank.widths), default=0) > 1
-
-        leaves: list[torch.Tensor] = []
-
-        def judged(*inputs: Any, **named_inputs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return TiledModel.forward(self, *inputs, **named_inputs)
-            with torch.no_grad():
-                output, found = outputs_to_judge(TiledModel.forward(self, *inputs, **named_inputs))
-            leaves.extend(found)
-            return output
-
-        def of(span: Span) -> Judged:
-            leaves.clear()
-            with kept(self.module), torch.random.fork_rng(devices=[]):
-                self.module.eval()
-                return loss(*(cut_batch(each, span, samples=samples) for each in here)), tuple(leaves)
-
-        def look() -> None:
-            refuse_other_loss(of, samples=samples if enough else 0, reduction=str(self._reduction), what=what)
-
-        self._checks_loss, self.__dict__["forward"] = True, judged
+        self._checks_loss = True
         try:
-            all_or_none(self.comm, look, what="the loss is not what ranks can compute of parts of a batch:", error=InputError)
+            check_loss(
+                self,
+                loss,
+                here,
+                network=self.module,
+                samples=self._rank.mine.size,
+                is_judged=enough,
+                reduction=self._reduction,
+                comm=self.comm,
+                what=what,
+            )
         finally:
             self._checks_loss = False
-            del self.__dict__["forward"]
-            for module, mode in modes.items():
-                module.training = mode
 
     def own_share(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> float:
         """What this rank adds to the loss over the global batch, see `global_loss`.
@@ -755,7 +738,7 @@ class TiledModel(nn.Module):
             ModelError: these are the weights of the plain network.
         """
         if strict and state_dict and KEY not in state_dict:
-            raise _whole_weights()
+            raise whole_weights()
         if self.stage is not None:
             others = super().state_dict()
             state_dict = {**{name: value for name, value in others.items() if isinstance(value, StandIn)}, **state_dict}
@@ -787,33 +770,9 @@ class TiledModel(nn.Module):
         Raises:
             ModelError: on rank 0: the network that was tiled is gone, so that there is nothing to copy.
         """
-        plain = problem = None
-        if not self.comm.rank:
-            try:
-                plain = None if self._make_plain is None else self._make_plain()
-            except Exception as error:  # of the user's function: the other ranks are about to send
-                problem = error
-        if isinstance(self._make_plain, weakref.ref) and plain is not None:
-            plain = copy_of(plain)
-        network = None if plain is None else plain.cpu().train(self.training)
-        own = {} if network is None else network.state_dict()
-        changed, same = {}, set()
-        for name, value in () if self._gather is None else self._gather(self, known=own):
-            if value is own.get(name):
-                same.add(name)
-            elif network is not None:
-                changed[name] = value
-        if self.comm.rank:
-            return None
-        if network is None:
-            raise problem or ModelError(
-                "the network that was tiled is gone: keep a reference to it, give tatami.tile a function that makes it, or "
-                "load tatami.train.whole_state_dict(model) into a network of your own"
-            )
-        keys = network.load_state_dict(changed, strict=False)
-        if keys.unexpected_keys or not same.issuperset(keys.missing_keys):
-            raise ModelError(f"the function of tatami.tile made another network this time: {keys}")
-        return network
+        given = self._make_plain
+        make = given if not isinstance(given, weakref.ref) else lambda: None if (plain := given()) is None else copy_of(plain)
+        return plain_network(self, make, gather=self._gather, comm=self.comm)
 
     def get_extra_state(self) -> torch.Tensor:
         """The units that are here, for the state dict."""
@@ -904,33 +863,15 @@ class TiledModel(nn.Module):
     def traffic(self) -> Traffic:
         """What an iteration over a batch of the planned size sends, message by message, as simulator and cost model have it."""
         names = self.stage_names
-        hosts = dict(zip(names, self.stage_comm.hosts, strict=True))
-        rates = transfer_rates(self.cluster)
-        planned = self.layout.cut_blocks(self.workload) or self.tilings
-        numbers = [replica.micro_batches for replica in self.layout.replicas]
-        found = traffic_of(
-            planned,
+        return layout_traffic(
+            self.layout,
             workload=self.workload,
+            tilings=self.tilings,
+            trained=[sum(rows.per_unit for rows in block if rows.tensor.requires_grad) for block in self.block_rows()],
             names=names,
-            hosts=hosts,
-            rates=rates,
-            micro_batches=numbers,
-            recomputes=[replica.recomputes for replica in self.layout.replicas],
+            hosts=dict(zip(names, self.stage_comm.hosts, strict=True)),
+            rates=transfer_rates(self.cluster),
         )
-        if len(self.tilings) == len(planned):
-            return found
-        # A block of the workload is several of the network, such as experts, whose gradients travel each by its own tiling.
-        gradients = gradient_sums(
-            self.tilings,
-            unit_elements=[sum(rows.per_unit for rows in block if rows.tensor.requires_grad) for block in self.block_rows()],
-            riders=riding_elements(self.workload, replicas=len(self.tiling.replicas)),
-            element_bytes=self.workload.element_bytes,
-            wire=self.workload.wire,
-            names=names,
-            hosts=hosts,
-            rates=rates,
-        )
-        return replace(found, gradients=gradients)
 
     @property
     def tile(self) -> Tile | None:
@@ -1013,7 +954,7 @@ class TiledModel(nn.Module):
 
     def accept_hooks(self) -> None:
         """Take the hooks of the modules as they are now: those that have come are Tatami's own, and change nothing."""
-        self._settings = self._settings_of(self.module)
+        self._settings = settings_of(self.module, self.found)
 
     def _regroup(self, *, cluster: Cluster) -> None:
         """The ranks of the communicator are others now, on these processors. For `tatami.state.regroup`; sends nothing."""
@@ -1040,7 +981,7 @@ class TiledModel(nn.Module):
                 "with one micro-batch for each replica"
             )
         if found.captured is not None and any(replica.micro_batches > 1 for replica in layout.replicas):
-            _refuse_changed(sorted(found.captured.leaves_behind.buffers))
+            refuse_changed(sorted(found.captured.leaves_behind.buffers))
         refuse_recomputation(layout, workload=workload)
         cluster = self.cluster if stage is None else self.cluster.only(_names_of(stage, self.names))
         comm = self.comm if stage is None else stage.comm
@@ -1055,56 +996,16 @@ class TiledModel(nn.Module):
         self._rank.samples, self._rank.mine, self._rank.widths = samples, mine, widths
 
     def _install(self, whole: nn.Module) -> None:
-        """Put what runs with the units that are here in place of what the plain model has."""
-        for index, names in enumerate(self.found.pairs):
-            first, second = whole.get_submodule(names.first), whole.get_submodule(names.second)
-            assert isinstance(first, nn.Linear)
-            assert isinstance(second, nn.Linear)
-            first.__dict__["forward"] = TiledFirst(first, replica=self._replica)
-            second.__dict__["forward"] = TiledSecond(second, replica=self._replica)
-            units = UnitFactor(block=0, total=self.tilings[index].units, runs=ONE_EACH.runs)
-            context = self._context([index])
-            for name in names.dropouts:
-                layer = whole.get_submodule(name)
-                assert isinstance(layer, nn.Dropout)
-                orders = () if self.found.captured is None else self.found.captured.dropout_orders.get(name, ())
-                layer.__dict__["forward"] = WholeDropout(layer, context=context, units=units, orders=orders)
-        for name, followed in self.found.followed.items():
-            module, blocks = whole.get_submodule(name), self.found.of_followed(name)
-            units_here = tuple(functools.partial(self._units, index) for index in blocks)
-            # An attribute of the instance is found before the class's method; the module keeps its names, hooks and parameters.
-            module.__dict__["forward"] = LocalForward(
-                module,
-                name=name,
-                followed=followed,
-                context=self._context(blocks, name=name, layer=module.get_submodule),
-                units=units_here,
-                plainly=self.found.runs_plainly(whole, name),
-                device=self._device,
-            )
-        for number, part in enumerate(self.found.parts):
-            part.install(whole, self._context(self.found.of_part(number)))
-        context = self._context(())
-        for name, layer in whole.named_modules():
-            if "forward" in vars(layer):
-                continue
-            if isinstance(layer, nn.Dropout):
-                captured = self.found.captured
-                axis = None if captured is None else captured.samples_axis(name)
-                orders = () if captured is None else captured.dropout_orders.get(name, ())
-                layer.__dict__["forward"] = WholeDropout(layer, context=context, samples_axis=axis or 0, orders=orders)
-            elif isinstance(layer, BATCH_NORMS) and not self._is_alone:
-                layer.__dict__["forward"] = WholeBatchNorm(layer, name=name, context=context)
-        for name in self.found.layers:
-            layer = whole.get_submodule(name)
-            layer.__dict__["forward"] = RecomputedForward(layer, is_on=self._computes_once_more)
-
-    def _settings_of(self, module: nn.Module) -> ModuleSettings:
-        partial: dict[str, frozenset[str]] = {}
-        for pair in self.found.pairs:
-            partial |= dict.fromkeys(pair.between, frozenset[str]())
-            partial |= {pair.first: frozenset({"_forward_pre_hooks"}), pair.second: frozenset({"_forward_hooks"})}
-        return ModuleSettings(module, followed=self.found.followed, partial=partial, replaceable=works_elementwise)
+        install_forwards(
+            whole,
+            self.found,
+            context=self._context,
+            units=self._units,
+            replica=self._replica,
+            device=self._device,
+            sums_statistics=not self._is_alone,
+            recomputes=self._computes_once_more,
+        )
 
     def _make_watches(self) -> list[Watch]:
         """What is compared now and then: among the ranks of a stage, which have the same weights; batches among all ranks."""
@@ -1142,14 +1043,7 @@ class TiledModel(nn.Module):
                 named.append((name.removeprefix("module."), parameter))
                 continue
             rows, index = cut[id(parameter)]
-            here, _ = self._units(index)
-            tiles = self.tilings[index].tiles
-            edges = sorted({edge for tile in tiles for edge in (tile.units.start, tile.units.stop)})
-            for start, stop in pairwise(edges):
-                if here.start <= start and stop <= here.stop:
-                    for number, view in enumerate(rows.cut(counted_from(here, Span(start, stop)))):
-                        label = f"{name.removeprefix('module.')} (units {start} to {stop - 1}, part {number})"
-                        named.append((label, view))
+            named += pieces_of(name.removeprefix("module."), rows, here=self._span(index), tiling=self.tilings[index])
         known = {id(each) for model in models() for each in model.tiled_parameters()} | set(map(id, self.parameters()))
         optimizers = optimizers_of(self._gradients.parameters)
         stepped = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
@@ -1235,7 +1129,7 @@ class TiledModel(nn.Module):
             outputs.append(self.stage.run(part, named_part, micro_batch=number, num_micro_batches=len(sizes)))
             start += size
         self._announce(samples, mine, widths)
-        return _joined(outputs, None if self.found.captured is None else self.found.captured.result_axes)
+        return joined(outputs, None if self.found.captured is None else self.found.captured.result_axes)
 
     def _computes_once_more(self) -> bool:
         """Whether a layer that runs now is recomputed: with stages not those between whose operations there is a cut."""
@@ -1253,25 +1147,7 @@ class TiledModel(nn.Module):
                 "or let tatami.tile(recompute=True) recompute activations"
             )
         of_stage = nullcontext if self.stage is None else self.stage.keep()
-        rank, replica, generator = self._rank, self._replica, self.generator
-        facts, is_silent, state = vars(rank).copy(), replica.is_silent, generator.get_state()
-        again = draws.copy() if isinstance(draws, LocalDrawing) else None
-
-        @contextmanager
-        def restore() -> Iterator[None]:
-            before = vars(rank).copy(), replica.is_silent, generator.get_state()
-            vars(rank).update(facts)
-            replica.is_silent = is_silent
-            generator.set_state(state)
-            try:
-                with of_stage(), again.copy() if again is not None else _ANY_STATE:
-                    yield
-            finally:
-                vars(rank).update(before[0])
-                replica.is_silent = before[1]
-                generator.set_state(before[2])
-
-        return restore
+        return kept_pass(self._rank, replica=self._replica, generator=self.generator, draws=draws, of_stage=of_stage)
 
     def _drawing(self) -> AbstractContextManager[Any]:
         """The ranks of a replica draw alike."""
@@ -1290,37 +1166,6 @@ def _names_of(stage: ModelStage, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in stage.own_layout.processors)
 
 
-def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:
-    """The length of the first tensor; None where there is none with an axis. Torch's look into structures takes its time."""
-    for value in (*inputs, *named_inputs.values()):
-        if not isinstance(value, (torch.Tensor, *_PLAIN_VALUES)):
-            break
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
-    tensors = (value for value in pytree.tree_leaves((inputs, dict(named_inputs))) if isinstance(value, torch.Tensor))
-    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
-
-
-def _joined(outputs: Sequence[Any], axes: Sequence[int | None] | None) -> Any:
-    """The outputs of consecutive micro-batches as one.
-
-    Raises:
-        ModelError: one of its tensors is not of samples, such as a loss.
-    """
-    leaves = [pytree.tree_flatten(output)[0] for output in outputs]
-    known = axes if axes is not None and len(axes) == len(leaves[0]) else [0] * len(leaves[0])
-    joined = []
-    for parts, axis in zip(zip(*leaves, strict=True), known, strict=True):
-        if isinstance(parts[0], torch.Tensor) and (axis is None or not parts[0].dim()):
-            raise ModelError(
-                f"the network returns a tensor of shape {tuple(parts[0].shape)} that is not of single samples, and cannot be "
-                "put together from micro-batches. Train with tatami.Trainer, take model.micro_batches(...), or give "
-                "tatami.tile micro_batches=1"
-            )
-        joined.append(torch.cat(parts, axis or 0) if isinstance(parts[0], torch.Tensor) else parts[0])
-    return pytree.tree_unflatten(joined, pytree.tree_flatten(outputs[0])[1])
-
-
 def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:
     """Each tensor once, whatever names it has."""
     tensors = {
@@ -1331,23 +1176,5 @@ def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:
 
 def _refuse_whole(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Called by torch when `model.module`, and not the model, loads weights; plain copies of it take what torch takes."""
-    is_tiled = any(getattr(model, "module", None) is module for model in models())
-    for name, own in module.named_parameters() if is_tiled and not prefix else ():
-        given = state_dict.get(name)
-        if isinstance(given, torch.Tensor) and given.dim() == own.dim() and given.numel() > own.numel():
-            raise _whole_weights(f" ({name} is {tuple(given.shape)}, and {tuple(own.shape)} here)")
-
-
-def _whole_weights(seen: str = "") -> ModelError:
-    return ModelError(
-        f"these are whole weights, and a rank holds its tile{seen}: tatami.train.load_whole_state_dict(model, weights) takes "
-        "them, under the names of the plain network (without 'module.'), and tatami.train.whole_state_dict(model) gives them"
-    )
-
-
-def _refuse_changed(buffers: Sequence[str]) -> None:
-    if buffers:
-        raise PlanError(
-            f"the forward pass changes {', '.join(buffers[:3])}, which would happen once for each micro-batch and not once for "
-            "a batch. Use micro_batches=1 and a layout of one micro-batch for each replica, or change it between steps"
-        )
+    if not prefix and any(getattr(model, "module", None) is module for model in models()):
+        refuse_larger(module, state_dict)

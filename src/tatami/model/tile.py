@@ -71,6 +71,7 @@ def tile(
     recompute: bool | None = None,
     sharded_optimizer: bool = False,
     optimizer_moments: int = 2,
+    rescue_copy: bool = True,
     cost: AbstractCost | None = None,
     reduction: LossReduction | None = None,
     random: Literal["plain", "local"] = "plain",
@@ -111,6 +112,8 @@ def tile(
             then have one rank each.
         optimizer_moments: tensors as large as a weight that the optimizer keeps for it, which plans count as memory: 2 for Adam
             and AdamW, 1 for SGD with momentum, 0 for plain SGD.
+        rescue_copy: whether a `Trainer` keeps a copy of the last good weights, which it saves if the loss stops being finite.
+            Plans count it as memory; a loop written by hand keeps none.
         cost: what the planner minimises; None for the planner's own choice.
         reduction: what the loss function does with samples, "mean" or "sum": its own `reduction`. Not needed for a `Trainer`,
             which reads it from the loss; a loop written by hand cannot go backward without.
@@ -176,6 +179,7 @@ def tile(
         "recompute": recompute,
         "sharded_optimizer": sharded_optimizer,
         "optimizer_moments": optimizer_moments,
+        "rescue_copy": rescue_copy,
     }
     # An elastic run may begin, or begin again, with fewer ranks than stages, as one that joins it does.
     planned_stages = None if comm.changes and stages is not None and stages > comm.size else stages
@@ -215,6 +219,7 @@ def tile(
             local_statistics=batch_norm == "local",
             sharded_optimizer=sharded_optimizer,
             optimizer_moments=optimizer_moments,
+            rescue_copy=rescue_copy,
         )
         network = None
         is_plain = random == "plain" and batch_norm == "global"
@@ -339,6 +344,7 @@ def tile(
         shard_fractions=[shares.get(name, 0.0) for name in own_names] if sharded_optimizer else None,
         recompute=recompute,
         optimizer_moments=optimizer_moments,
+        rescue_copy=rescue_copy,
     )
     if is_made_here:
         gc.collect()  # torch.export leaves cycles behind that hold the whole weights until Python happens to look for them

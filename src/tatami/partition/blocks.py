@@ -344,6 +344,7 @@ def workload_of(
     local_statistics: bool = False,
     sharded_optimizer: bool = False,
     optimizer_moments: int = _ADAM_MOMENTS,
+    rescue_copy: bool = True,
 ) -> Workload:
     """The workload of `model` with the blocks that `find_blocks` found in it.
 
@@ -355,8 +356,10 @@ def workload_of(
         local_statistics: whether batch normalization takes the statistics of each replica's samples, and sums nothing.
         sharded_optimizer: whether each rank keeps the optimizer's state, and the copy, of its shard of the weights alone.
         optimizer_moments: tensors as large as a weight that the optimizer keeps for it.
+        rescue_copy: whether the Trainer keeps a copy of the last good weights.
     """
-    optimizer_copies = _GOOD_COPIES + optimizer_moments
+    good_copies = _GOOD_COPIES if rescue_copy else 0
+    optimizer_copies = good_copies + optimizer_moments
     tiled = {name for block in found.blocks for name in block.cuts}
     own = [(name, tensor) for name, tensor in model.named_parameters() if not isinstance(tensor, StandIn)]
     trained = {name: parameter for name, parameter in own if parameter.requires_grad}
@@ -380,6 +383,7 @@ def workload_of(
         element_bytes=element_bytes,
         state_bytes_per_parameter=(OWN_COPIES + optimizer_copies) * element_bytes,
         sharded_bytes_per_parameter=optimizer_copies * element_bytes if sharded_optimizer else 0.0,
+        rescue_bytes_per_parameter=good_copies * element_bytes,
         update_bytes_per_parameter=_UPDATE_COPIES * element_bytes if optimizer_moments >= _ADAM_MOMENTS else 0.0,
         largest_parameters=max((parameter.numel() for parameter in replicated), default=0),
         backward_moments=((1.0, 1.0),) if found.captured is None else tuple(found.captured.backward_moments),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -67,6 +68,17 @@ def units_of(tiling: Tiling, name: str) -> Span:
 def counted_from(origin: Span, span: Span) -> Span:
     """`span` of the unit axis, counted from the first unit of `origin`."""
     return Span(span.start - origin.start, span.stop - origin.start) if span.size else Span(0, 0)
+
+
+def pieces_of(name: str, rows: Rows, *, here: Span, tiling: Tiling) -> list[tuple[str, torch.Tensor]]:
+    """Views of the rows that are here, one for all units that the same ranks hold, each with a name for messages."""
+    edges = sorted({edge for tile in tiling.tiles for edge in (tile.units.start, tile.units.stop)})
+    return [
+        (f"{name} (units {start} to {stop - 1}, part {number})", view)
+        for start, stop in pairwise(edges)
+        if here.start <= start and stop <= here.stop
+        for number, view in enumerate(rows.cut(counted_from(here, Span(start, stop))))
+    ]
 
 
 def room_for(rows: Rows, *, units: int, device: str | None = None) -> torch.Tensor:

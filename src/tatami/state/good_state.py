@@ -36,10 +36,10 @@ class GoodState:
 
     Args:
         model: whose state.
-        folder: where it is saved when it is needed.
+        folder: where it is saved when it is needed; None: no copy is made.
     """
 
-    def __init__(self, model: TiledModel, *, folder: Path) -> None:
+    def __init__(self, model: TiledModel, *, folder: Path | None) -> None:
         self._model = model
         self._folder = folder
         self._places: list[tuple[dict[str, Any], str]] = []
@@ -57,6 +57,8 @@ class GoodState:
 
     def keep(self, iteration: int) -> None:
         """The state is good after `iteration`, and an update follows: copy it if it is time."""
+        if self._folder is None:
+            return
         self._updates += 1
         is_known = bool(self._kept) and self._tilings is self._model.tilings
         is_known = is_known and not any(held[name].requires_grad for held, name in self._frozen)  # trained from now on
@@ -93,6 +95,8 @@ class GoodState:
 
     def rescue(self) -> str:
         """Put the parameters back and save them; returns where they are, for an error. Collective."""
+        if self._folder is None:
+            return "no copy of the last good weights was kept (rescue_dir, rescue_copy)"
         if not self._kept or self._tilings is not self._model.tilings:
             return "there was no good state yet to save"
         with torch.no_grad():

@@ -17,6 +17,7 @@ from tatami.tiling.room import with_room
 from tatami.tiling.weighted import data_parallel
 from tatami.units import format_duration, format_size
 from tatami.workload import Workload
+from tatami.workload.workload import OWN_COPIES
 
 _SHOWN = 4
 _MOST_TRIED = 256
@@ -26,8 +27,6 @@ _MOST_ENLARGED = 4
 """The fastest machines for which it is tried what more memory would do."""
 _MIB = 1 << 20
 _SHARDED = "the optimizer's state shared out among the ranks, tatami.tile(sharded_optimizer=True)"
-_PLAIN_SGD_BYTES = 12.0
-"""Bytes of state for each trained weight with an optimizer without moments."""
 
 
 def lack_of_size(cluster: Cluster, *, workload: Workload) -> MemoryLackError:
@@ -107,8 +106,17 @@ def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload,
         low, high = (middle, high) if fits(cluster, workload.with_samples(middle)) else (low, middle)
     if low >= cluster.size:
         yield f"it would hold {low} samples"
-    if workload.state_bytes_per_parameter > _PLAIN_SGD_BYTES and fits(
-        cluster, replace(workload, state_bytes_per_parameter=_PLAIN_SGD_BYTES, update_bytes_per_parameter=0.0)
+    without_copy = replace(
+        workload,
+        state_bytes_per_parameter=workload.state_bytes_per_parameter - workload.rescue_bytes_per_parameter,
+        sharded_bytes_per_parameter=max(0.0, workload.sharded_bytes_per_parameter - workload.rescue_bytes_per_parameter),
+        rescue_bytes_per_parameter=0.0,
+    )
+    if workload.rescue_bytes_per_parameter and fits(cluster, without_copy):
+        yield "all samples would fit without the Trainer's copy of the last good weights (tatami.tile(rescue_copy=False))"
+    plain_bytes = OWN_COPIES * workload.element_bytes + workload.rescue_bytes_per_parameter
+    if workload.state_bytes_per_parameter > plain_bytes and fits(
+        cluster, replace(workload, state_bytes_per_parameter=plain_bytes, update_bytes_per_parameter=0.0)
     ):
         yield "all samples would fit with an optimizer without moments, such as plain SGD (tatami.tile(optimizer_moments=0))"
     if workload.batch_statistics and fits(cluster, replace(workload, batch_statistics=())):

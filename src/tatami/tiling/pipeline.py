@@ -71,7 +71,7 @@ class PipelineTask:
         bandwidth_bytes_per_s, latency_s: of the link between each two machines.
         state_bytes: of each piece, whatever the micro-batch.
         activation_bytes: of each piece, for one micro-batch in flight.
-        update_bytes: what an update needs for a while, when activations are gone.
+        update_bytes: what the update of each piece's largest weight needs when activations are gone; None: nothing.
         memory_bytes: of each machine; infinite where there is no limit.
         micro_batches: how many there are.
         blocking: whether a stage waits while it sends: then tau = max_i (t_i + c_i).
@@ -96,7 +96,7 @@ class PipelineTask:
     sum_s: Floats | None = None
     gradient_bytes: Floats | None = None
     late_s: Floats | None = None
-    update_bytes: float = 0.0
+    update_bytes: Floats | None = None
     tied: tuple[tuple[int, int, float], ...] = ()
 
     @property
@@ -124,6 +124,22 @@ class PipelineTask:
     @cached_property
     def activations_before_bytes(self) -> Floats:
         return np.pad(np.cumsum(self.activation_bytes), (1, 0))
+
+    @cached_property
+    def updating_bytes(self) -> Floats:
+        """State of the pieces from each one on up to each other one, with the work space of an update; -inf for no pieces."""
+        pieces, before = self.num_pieces, self.state_before_bytes
+        found = np.full((pieces + 1, pieces + 1), -np.inf)
+        updates = np.zeros(pieces) if self.update_bytes is None else self.update_bytes
+        for first in range(pieces):
+            found[first, first + 1 :] = before[first + 1 :] - before[first] + np.maximum.accumulate(updates[first:])
+        return found
+
+    @cached_property
+    def updating_rows_bytes(self) -> list[list[float]]:
+        """The same as lists, in which `bisect` is fast."""
+        rows: list[list[float]] = self.updating_bytes.tolist()
+        return rows
 
     def in_flight(self, num_stages: int) -> NDArray[np.int64]:
         """How many micro-batches each stage keeps the activations of, where it begins backward passes as soon as it can."""
@@ -160,11 +176,11 @@ class PipelineTask:
         state = self.state_before_bytes[stop] - self.state_before_bytes[first]
         activations = self.activations_before_bytes[stop] - self.activations_before_bytes[first]
         memory, plain = self.memory_bytes[machines], self.in_flight(num_stages)
+        updates = self.updating_bytes[first, stop] <= memory
 
         def holds(micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
             kept = np.minimum(micro_batches, self.micro_batches) * activations
-            held = state + np.maximum(kept, self.update_bytes) <= memory
-            return np.asarray(held.all(axis=1))
+            return np.asarray(((state + kept <= memory) & updates).all(axis=1))
 
         if self.blocking:
             tau = (computes + behind).max(axis=1)
@@ -266,7 +282,8 @@ def _extents(task: PipelineTask, tau_s: float, in_flight: int) -> NDArray[np.int
         by_time = np.searchsorted(before, before + (tau_s - task.step_s[machine]) * (1 + 1e-12), side="right") - 1
         kept = task.state_before_bytes + in_flight * task.activations_before_bytes
         by_memory = np.searchsorted(kept, kept + task.memory_bytes[machine], side="right") - 1
-        found[machine] = np.maximum(np.minimum(by_time, by_memory), np.arange(pieces + 1))
+        by_update = (task.updating_bytes <= task.memory_bytes[machine]).sum(axis=1) - 1
+        found[machine] = np.maximum(np.minimum.reduce([by_time, by_memory, by_update]), np.arange(pieces + 1))
     return found
 
 
@@ -403,7 +420,8 @@ class _Filling:
         for index, machine in enumerate(order):
             first, work, kept = edges[-1], self._work[machine], self._kept_bytes(in_flight[index])
             by_time = bisect_right(work, work[first] + (tau_s - float(task.step_s[machine])) * (1 + 1e-12))
-            by_memory = bisect_right(kept, kept[first] + float(task.memory_bytes[machine]))
+            memory = float(task.memory_bytes[machine])
+            by_memory = min(bisect_right(kept, kept[first] + memory), bisect_right(task.updating_rows_bytes[first], memory))
             stop = min(by_time - 1, by_memory - 1, pieces - (len(order) - index - 1))
             if stop <= first:
                 return None

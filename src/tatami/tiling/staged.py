@@ -223,7 +223,7 @@ class _Search:
         self.messages, self.copies, self.calls = (
             np.array([getattr(each, name) for each in own]) for name in ("message_s", "copy_bytes_per_s", "call_s")
         )
-        self.flop, self.late, self.state, self.activations, self.crossing, self.gradients = (
+        self.flop, self.late, self.state, self.activations, self.crossing, self.gradients, self.updates = (
             np.array(values, dtype=float)
             for values in zip(
                 *(
@@ -234,6 +234,7 @@ class _Search:
                         piece.activation_bytes_per_sample,
                         piece.crossing_bytes_per_sample,
                         piece.parameters * workload.wire_bytes,
+                        (piece.largest_parameters or workload.largest_parameters) * workload.update_bytes_per_parameter,
                     )
                     for piece in workload.pieces
                 ),
@@ -422,7 +423,7 @@ class _Search:
             latency_s=latency,
             state_bytes=state,
             activation_bytes=self.activations * math.ceil(samples.max()),
-            update_bytes=workload.most_update_bytes,
+            update_bytes=self.updates,
             memory_bytes=self.memory[groups].min(axis=1) - self.largest_bytes * math.ceil(samples.max()),
             micro_batches=micro_batches,
             sum_s=sum_s,

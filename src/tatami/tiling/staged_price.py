@@ -221,6 +221,7 @@ def stage_workload(
         replicated_flop_per_sample=round(whole["flop_per_sample"]),
         replicated_activation_bytes=whole["activation_bytes_per_sample"],
         replicated_frozen_bytes=whole["frozen_bytes"],
+        largest_parameters=_largest(pieces, blocks, outside=workload.largest_parameters),
         recomputation=Recomputation(
             kept_bytes=max(0.0, whole["activation_bytes_per_sample"] - sum(layer.beside_bytes for layer in again))
             + sum(layer.input_bytes for layer in layers),
@@ -233,6 +234,14 @@ def stage_workload(
         trained_tensors=round(workload.trained_tensors * part),
         batch_statistics=workload.batch_statistics[: math.ceil(len(workload.batch_statistics) * part)],
     )
+
+
+def _largest(pieces: Sequence[Piece], blocks: Sequence[Block], *, outside: int) -> int:
+    """Elements of the largest weight of these pieces that is in none of the blocks; `outside` of all blocks it is this in the
+    whole network, and so it is where the pieces do not say."""
+    largest = [piece.largest_parameters for piece in pieces]
+    inside = {round(block.units * block.unit_largest) for block in blocks}
+    return max([each for each in largest if each not in inside] + [min(outside, max(largest) or outside)])
 
 
 def _block_bytes(block: Block) -> float:

@@ -79,7 +79,8 @@ class Trainer:
             on all ranks.
         progress: a bar; only rank 0's is shown.
         rescue_dir: where the last good state is saved if the loss stops being finite; of batches of few samples, where copying
-            the weights takes more than about 1 % of an update, one of the last ten.
+            the weights takes more than about 1 % of an update, one of the last ten. None: no copy of it is kept, which saves
+            the memory of the weights.
         seed: of the shuffling.
         clock: for tests.
 
@@ -111,7 +112,7 @@ class Trainer:
         record_every: int = 10,
         report: Path | str | None = None,
         progress: Progress | None = None,
-        rescue_dir: Path | str = ".",
+        rescue_dir: Path | str | None = ".",
         seed: int = 0,
         clock: Clock | None = None,
     ) -> None:
@@ -130,7 +131,7 @@ class Trainer:
         self._records, self._loggers, self._progress = records, loggers, progress
         self._record_every = record_every
         self._page = RunPage(report) if report is not None else None
-        self._rescue_dir = Path(rescue_dir)
+        self._rescue_dir = None if rescue_dir is None else Path(rescue_dir)
         self._seed = seed
         self._clock = clock or SystemClock()
         self._position = TrainingPosition()
@@ -152,11 +153,14 @@ class Trainer:
                 "partial(torch.optim.SGD, lr=0.5), or tile the network first"
             )
         else:
-            plans = getattr(tile, "func", tile) is tile_network and not {"stages", "layout"} & set(
-                getattr(tile, "keywords", ())
-            )
-            is_sharded = bool(getattr(tile, "keywords", {}).get("sharded_optimizer"))
-            settings = {"stages": 1} if plans and retile is not None and (is_sharded or not retile.knows_stages) else {}
+            is_plain = getattr(tile, "func", tile) is tile_network
+            asked = getattr(tile, "keywords", {})
+            settings: dict[str, Any] = {}
+            knows_stages = retile is None or (retile.knows_stages and not asked.get("sharded_optimizer"))
+            if is_plain and not knows_stages and not {"stages", "layout"} & set(asked):
+                settings["stages"] = 1
+            if is_plain and rescue_dir is None:
+                settings["rescue_copy"] = False
             self._tile = functools.partial(tile, model, comm, **settings)
 
     @property
@@ -394,7 +398,7 @@ class Trainer:
         schedule = self._given_scheduler
         if schedule is not None and not isinstance(schedule, LRSchedulerConfig):
             schedule = LRSchedulerConfig(scheduler=schedule)
-        good = GoodState(model, folder=self._rescue_dir)
+        good = GoodState(model, folder=self._rescue_dir if model.rescue_copy else None)
         retiling = Retiling(model, self.optimizer, retiler=self._retiler) if self._retiler is not None else None
         is_first = model.comm.rank == 0
         writes = is_first or model.comm.changes  # as any rank may become the first

@@ -156,6 +156,7 @@ class Piece:
         blocks: the blocks that begin in this piece, each with the number of pieces that it takes. Several ranks can share the
             units of a stage that has all of these pieces.
         layers: the repeated layers that begin in this piece.
+        largest_parameters: elements of the largest trained weight that its operations read.
     """
 
     name: str
@@ -168,6 +169,7 @@ class Piece:
     shared: tuple[tuple[str, int], ...] = ()
     blocks: tuple[tuple[Block, int], ...] = ()
     layers: tuple[RepeatedLayer, ...] = ()
+    largest_parameters: int = 0
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -146,6 +146,7 @@ def _pieces(
         name="wte",
         flop_per_sample=_BACKWARD * ELEMENT_FLOP * normed + reading_flop,
         parameters=table + normed,
+        largest_parameters=max(table, normed),
         activation_bytes_per_sample=2 * _INDEX_BYTES * tokens,
         shared=shared,
     )
@@ -154,6 +155,7 @@ def _pieces(
         flop_per_sample=_BACKWARD * (ELEMENT_FLOP + 2 * vocabulary) * normed,
         late_flop_per_sample=2 * vocabulary * normed,
         parameters=2 * width + table + (0 if tied else vocabulary),
+        largest_parameters=table,
         activation_bytes_per_sample=norm_bytes
         + 2 * _FLOAT_BYTES * vocabulary * tokens
         + sum(block.sample_activation_bytes for block in split),
@@ -166,6 +168,7 @@ def _pieces(
             flop_per_sample=block.flop(units=block.units, samples=1) + 2 * _BACKWARD * ELEMENT_FLOP * normed,
             late_flop_per_sample=2 * normed * (2 * hidden if index % 2 else 2 * width + 2 * width // heads * kv_heads),
             parameters=block.parameters + 3 * width,
+            largest_parameters=round(block.units * block.unit_largest),
             activation_bytes_per_sample=norm_bytes + block.unit_activation_bytes * block.units,
             crossing_bytes_per_sample=_FLOAT_BYTES * normed,
             blocks=((block, 1),),

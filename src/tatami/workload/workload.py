@@ -27,6 +27,7 @@ _AMOUNTS = (
     "sample_flop",
     "state_bytes_per_parameter",
     "sharded_bytes_per_parameter",
+    "rescue_bytes_per_parameter",
     "replicated_activation_bytes",
     "replicated_frozen_bytes",
     "update_bytes_per_parameter",
@@ -55,6 +56,7 @@ class Workload:
             SGD, 16 with momentum.
         sharded_bytes_per_parameter: the part of them that is divided among the ranks, each of which keeps that of its shard; 0
             where the optimizer is not sharded. Only of weights outside of blocks.
+        rescue_bytes_per_parameter: the part of them that is the Trainer's copy; 0 where it keeps none.
         tied_parameters: elements of the weights outside of blocks that other pipeline stages hold, too: of their state each
             rank keeps an equal share where the optimizer is sharded.
         micro_batches: the number of micro-batches in which every replica computes its samples; None: as few as memory allows,
@@ -88,6 +90,7 @@ class Workload:
     overlaps_sums: bool = False
     state_bytes_per_parameter: float = 20.0
     sharded_bytes_per_parameter: float = 0.0
+    rescue_bytes_per_parameter: float = 4.0
     tied_parameters: int = 0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
