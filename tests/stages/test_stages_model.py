@@ -338,6 +338,36 @@ def test_batch_normalization_takes_the_whole_batch_in_each_stage(world: World) -
     assert_trains_alike(world, made(Normed), staged(world.size, stages=2, cuts=(1,)), x=x, y=y)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_replica_of_a_single_sample_is_normalized_in_each_stage(world: World, cut: int) -> None:
+    """A single row has no variance, and is no error where another replica has more."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+    assert_trains_alike(world, made(make), staged(4, stages=2, cuts=(cut,)), x=floats(3, 6), y=numbers(3, below=4))
+
+
+def test_gradients_by_an_input_are_refused_where_there_are_stages(comm: AbstractCommunicator) -> None:
+    """Of a generator and a discriminator with stages, and of one of them; without gradients the first is fine."""
+    front, back = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))(), nn.Linear(6, 1).double()
+    x = floats(4, 6)
+    given: dict[str, Any] = {"batch_size": 4, "sample": x, "speeds": "equal", "reduction": "mean", "quiet": True}
+    staged_model = tatami.tile(front, comm, layout=staged(2, stages=2, cuts=(1,)), **given)
+    flat = tatami.tile(back, comm, **given)
+    with pytest.raises(ModelError, match="an input of a network with pipeline stages requires a gradient"):
+        staged_model(staged_model.local(x).requires_grad_())
+    with torch.no_grad():
+        staged_model(staged_model.local(x).requires_grad_())
+    here = staged_model(staged_model.local(x).detach())
+    flat.local(x)
+    told = "an input is the result of a network with pipeline stages"
+    # The rank that has the result hears it from the others.
+    with pytest.raises(ModelError, match=told):
+        flat(here[:2]).sum().backward()
+
+
 @pytest.mark.ranks(2, 3)
 def test_stages_never_wait_for_each_other_whatever_is_in_flight(world: World) -> None:
     """Also where a later stage is to have more micro-batches in flight than the one in front of it lets through."""

@@ -107,7 +107,64 @@ class Looking(nn.Module):
         return self.last(torch.tanh(hidden))
 
 
+class Scaled(torch.autograd.Function):
+    """A function of values and a weight, of which autograd alone would not know the gradient that it has here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return torch.exp(-x.square()) * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, scale = ctx.saved_tensors
+        return x * scale * grad, (torch.exp(-x.square()) * grad).sum(0)
+
+
+class Rounded(torch.autograd.Function):
+    """The gradient goes straight through, turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return torch.round(x * 8) / 8
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return grad * -0.5
+
+
+class OwnGradients(nn.Module):
+    """Functions with gradients of their own, of values, of values and a weight, and of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.rand(5))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = Rounded.apply(torch.tanh(self.first(x)))  # type: ignore[no-untyped-call]
+        hidden = Scaled.apply(self.middle(hidden), self.scale) + hidden  # type: ignore[no-untyped-call]
+        return F.linear(torch.tanh(hidden), Rounded.apply(self.last.weight), self.last.bias)  # type: ignore[no-untyped-call]
+
+
+class OldNames(nn.Module):
+    """Goes on with the old name of what it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x)
+        changed = torch.tanh(hidden) * 2
+        changed.mul_(0.5)
+        changed.masked_fill_(hidden < 0, 0.1)
+        return self.last(self.middle(changed) + hidden)
+
+
 MORE: dict[str, Case] = {
+    "own-gradients": Case(build=OwnGradients, draw=reals(6), blocks=()),
+    "old-names": Case(build=OldNames, draw=reals(6), blocks=()),
     "resnet-18": Case(build=resnet18, draw=reals(1, 8, 8), blocks=()),
     "densenet": Case(build=lambda: DenseBlock(batch_norm=True), draw=reals(1, 6, 6), blocks=()),
     "densenet-group-norm": Case(build=lambda: DenseBlock(batch_norm=False), draw=reals(1, 6, 6), blocks=()),
@@ -248,15 +305,27 @@ def test_two_stages(world: World, name: str) -> None:
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("name", ["gpt-dropout-by-hand", "experts", "fused", "looking", "resnet-18", "densenet"])
+@pytest.mark.parametrize(
+    "name", ["gpt-dropout-by-hand", "experts", "fused", "looking", "resnet-18", "densenet", "own-gradients"]
+)
 def test_three_stages(world: World, name: str) -> None:
     check(world, {**CASES, **MORE}[name])
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["gpt-dropout-by-hand", "experts-in-one-tensor", "resnet", "looking"])
+@pytest.mark.parametrize("name", ["gpt-dropout-by-hand", "experts-in-one-tensor", "resnet", "looking", "own-gradients"])
 def test_two_replicas_of_two_stages(world: World, name: str) -> None:
     check(world, {**CASES, **MORE}[name], stages=2)
+
+
+@pytest.mark.threads_only
+@pytest.mark.parametrize("name", ["own-gradients", "old-names"])
+def test_two_stages_cut_anywhere(world: World, name: str) -> None:
+    case = MORE[name]
+    pieces = len(record_network(build(case), Sample.of(case.draw(SAMPLES, torch.Generator().manual_seed(5)))).pieces)
+    assert pieces >= 3
+    for cut in range(1, pieces):
+        check_layout(world, case, staged(2, stages=2, cuts=(cut,), micro_batches=2), samples=SAMPLES)
 
 
 @pytest.mark.threads_only

@@ -34,7 +34,7 @@ from tatami.model.describing_stages import describe_stages
 from tatami.model.installing import install_forwards, settings_of
 from tatami.model.loss_check import check_loss
 from tatami.model.micro_batches import joined, refuse_changed, samples_given, versions_of
-from tatami.model.model_stage import ModelStage, StagedNetwork, refuse_stages
+from tatami.model.model_stage import ModelStage, StagedNetwork, refuse_foreign_inputs, refuse_stages
 from tatami.model.plain_network import plain_network, refuse_larger, whole_weights
 from tatami.model.tied_sums import TiedSums
 from tatami.partition.blocks import Blocks, workload_of
@@ -498,6 +498,7 @@ class TiledModel(nn.Module):
         if self.comm.size > 1:
             refuse_compiling()
             refuse_transforms()
+            refuse_foreign_inputs((inputs, named_inputs), has_stages=self.stage is not None)
             if self._shares_units:
                 self._settings.refuse()
             self._check_batch(given)

@@ -26,7 +26,9 @@ from tatami.stages.channel import Parcel
 from tatami.stages.comm_channel import CommChannel
 from tatami.stages.late_weights import Accumulated, LeftProducts
 from tatami.stages.program import Staging
+from tatami.stages.recording import tensors_in
 from tatami.stages.running import StageRunner
+from tatami.stages.stand_in import StandIn
 from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, StagedPlan
 from tatami.tiling.staged_price import price_stages
 from tatami.workload import Workload
@@ -369,6 +371,30 @@ class ModelStage:
         assert source is not None
         assert target is not None
         return Parcel(value=number, micro_batch=0, source=source, target=target)
+
+
+def refuse_foreign_inputs(given: Any, *, has_stages: bool) -> None:
+    """
+    Args:
+        given: the inputs of a forward pass, in any structure.
+        has_stages: whether the network has pipeline stages.
+
+    Raises:
+        ModelError: a gradient would have to leave the network by an input, which only the ranks of its first stage have; or an
+            input is the result of a network with stages, which only the ranks of its last stage have.
+    """
+    for each in tensors_in(given):
+        if has_stages and each.requires_grad and torch.is_grad_enabled():
+            raise ModelError(
+                "an input of a network with pipeline stages requires a gradient, which the ranks of its first stage alone "
+                "would have: it is the result of another layer or network, or requires_grad was set. Give tatami.tile one "
+                "network that has the layers in front, too, or stages=1; or pass input.detach()"
+            )
+        if not has_stages and isinstance(each, StandIn):
+            raise ModelError(
+                "an input is the result of a network with pipeline stages, which the ranks of its last stage alone have. Give "
+                "tatami.tile one network that has both, or stages=1 for the first one, too"
+            )
 
 
 def refuse_stages(is_staged: bool, what: str) -> None:

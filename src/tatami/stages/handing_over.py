@@ -52,11 +52,7 @@ class ReceivedParcel:
 
     def give(self, grad: torch.Tensor | None) -> None:
         """Send the gradient back."""
-        if isinstance(grad, StandIn):
-            raise ModelError(
-                "the loss reads weights or values of other pipeline stages, which have no values here: a penalty on weights? "
-                "Use the optimizer's weight_decay, return what the loss needs from the network, or use stages=1"
-            )
+        refuse_no_values(grad)
         self.is_settled = True
         self.channel.send(self.parcel, grad)
 
@@ -64,6 +60,18 @@ class ReceivedParcel:
         """At the end of the backward pass: answer that there is no gradient, if none came."""
         if not self.is_settled:
             self.give(None)
+
+
+def refuse_no_values(grad: torch.Tensor | None) -> None:
+    """
+    Raises:
+        ModelError: the gradient of what is computed here has no values.
+    """
+    if isinstance(grad, StandIn):
+        raise ModelError(
+            "the loss reads weights or values of other pipeline stages, which have no values here: a penalty on weights? "
+            "Use the optimizer's weight_decay, return what the loss needs from the network, or use stages=1"
+        )
 
 
 class HandOver(torch.autograd.Function):

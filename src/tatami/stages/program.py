@@ -388,7 +388,9 @@ class Staging:
                 value = self.program.values[number]
                 if value.reach is not Reach.STAGED:
                     continue
-                hidden = not operation.returns_change and any(made in crossing for made in operation.makes)
+                # Python may go on with its old name for a tensor that `x.add_(y)` changes, and not with what is returned.
+                is_named = operation.returns_change and not (operation.name.endswith("_") and operation.name[:2] != "__")
+                hidden = not is_named and any(made in crossing for made in operation.makes)
                 if hidden or number in crossing or self.stage_of(value.made_by) != self.stage_of(operation.number):
                     raise ModelError(
                         f"{operation.line or operation.name} changes a tensor in place ({operation.name}) that two stages "

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tatami.errors import ModelError
+from tatami.stages.autograd_functions import watch_functions
 from tatami.stages.program import (
     ForwardCall,
     ForwardForm,
@@ -81,6 +82,7 @@ def record(
         atoms: names of modules that count as one operation though they have modules inside of them.
         meter: is read after every operation.
     """
+    watch_functions()
     recorder = _Recorder(module, atoms=atoms, meter=meter)
     with recorder.attached(), _Seeing(recorder), recorder:
         out = module(*args, **kwargs)
@@ -196,10 +198,29 @@ class _Recorder(TorchFunctionMode):
             looks=tuple(self._looks),
         )
 
+    def apply_function(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A function with a gradient of its own is called: one operation, whatever it does inside."""
+        if self._inside is not None:
+            self._inside[0].update(id(tensor) for tensor in tensors_in((args, kwargs)))
+            return run(*args, **kwargs)
+        return self._whole(name, run, args, kwargs, module=False, touched=set())
+
     def _atom(
         self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         touched = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        return self._whole(name, plain, args, kwargs, module=True, touched=touched)
+
+    def _whole(
+        self,
+        name: str,
+        plain: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        module: bool,
+        touched: set[int],
+    ) -> Any:
         self._inside, self.has_seen = [touched], False
         given = {id(tensor): tensor._version for tensor in tensors_in((args, kwargs)) if not _is_inference(tensor)}
         try:
@@ -207,7 +228,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._inside, sees = None, self.has_seen
         changed = [t for t in tensors_in((args, kwargs)) if not _is_inference(t) and t._version != given[id(t)]]
-        self._add(name, args, kwargs, out, changed=changed, module=True, sees=sees, touched=touched)
+        self._add(name, args, kwargs, out, changed=changed, module=module, sees=sees, touched=touched)
         return out
 
     def _add(

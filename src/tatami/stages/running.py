@@ -28,8 +28,9 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
 from tatami.gradients.parameter_hooks import copy_hooks
+from tatami.stages.autograd_functions import watch_functions
 from tatami.stages.channel import AbstractChannel, Parcel
-from tatami.stages.handing_over import HandOver, ReceivedParcel, SentParcel, TakeOver
+from tatami.stages.handing_over import HandOver, ReceivedParcel, SentParcel, TakeOver, refuse_no_values
 from tatami.stages.late_weights import Accumulated, LateWeights, LeftProducts
 from tatami.stages.program import ForwardCall, ForwardForm, ForwardOperation, Handover, Reach, Staging
 from tatami.stages.recording import call_operation, operation_name, tensors_in
@@ -97,6 +98,7 @@ class StageRunner:
         left: LeftProducts | None = None,
         are_late: bool = True,
     ) -> None:
+        watch_functions()
         self.on_backward, self.accumulated, self.left = on_backward, accumulated, left or LeftProducts()
         self.module, self.channel, self.generator = module, channel, generator
         self.stage = NO_STAGE if stage is None else stage
@@ -223,6 +225,15 @@ class _Pass(TorchFunctionMode):
             return iter(out) if name == "__iter__" else out
         out = self._operation(planned, func, args, kwargs)
         return iter(out) if name == "__iter__" else out
+
+    def apply_function(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A function with a gradient of its own is called, which was recorded as one operation."""
+        operations = self.part.staging.program.operations
+        planned = operations[self.next] if self.next < len(operations) else None
+        with _pop_mode_temporarily():
+            if planned is None or planned.module or planned.name != name:
+                raise self._differs(name)
+            return self._operation(planned, run, args, kwargs)
 
     def call(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called that may be run, or left out, as a whole."""
@@ -389,7 +400,8 @@ class _Pass(TorchFunctionMode):
         if any(isinstance(each, StandIn) for each in args) or has_stand_in(_nested(args, kwargs)):
             raise ModelError(
                 f"{where} belongs to stage {self.runner.stage}, and reads a tensor of another stage that was not handed over: "
-                "the forward pass did something else than when it was recorded. Use one stage, or report this network"
+                "the forward pass did something else than when it was recorded, or goes on with an old name of what was "
+                "changed in place. Write x = f(x) in place of f(x, inplace=True) or out=x; or use one stage, and report this"
             )
 
     def _differs(self, name: str) -> ModelError:
@@ -407,11 +419,13 @@ class _Begins(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, taken: _Pass, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.taken = taken
+        ctx.taken, ctx.is_here = taken, not isinstance(tensor, StandIn)
         return stand_in_of(tensor) if isinstance(tensor, StandIn) else tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        if ctx.is_here:
+            refuse_no_values(grad)
         if ctx.taken.runner.on_backward is not None:
             ctx.taken.runner.on_backward(ctx.taken.micro_batch)
         Variable._execution_engine.queue_callback(ctx.taken.end_backward)

@@ -64,8 +64,9 @@ class StandIn(torch.Tensor):
             args = (args[0], [part for index in args[1] for part in _places(index)], *args[2:])
         if func._schema.is_mutable and any(map(_is_real, _written(func, args, kwargs))):
             raise ModelError(
-                f"{func} would write a value that another stage computes into a tensor that is here. Cut the network elsewhere "
-                "(layout=), or use one stage"
+                f"{func} would write a value that another stage computes into a tensor that is here. If it is the gradient of "
+                "a weight outside of the network (a learned weight of the loss, a layer behind the network), give tatami.tile "
+                "a network that has it; otherwise cut elsewhere (layout=), or use one stage"
             )
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], StandIn):
             # Another form of the same tensor, as torch's LSTM asks for: both layers have it; what is known stays as it is.

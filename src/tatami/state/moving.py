@@ -32,7 +32,7 @@ def move(
     Args:
         model: from `tatami.tile`.
         layout: where the ranks lie from now on, in other pipeline stages too where the model knows its pieces: one that
-            `tatami.tile` was given a sample for.
+            `tatami.tile` was given a sample for, with the default planner and neither `stages=1` nor a layout without stages.
         optimizer: whose state goes along, as do those of all others that have stepped parameters of the model; None where
             there is none.
         companions: more tensors, each shaped like a parameter or buffer, that go where its rows go; the same on all ranks.
@@ -73,17 +73,17 @@ def _refuse_stages(
 ) -> None:
     """
     Raises:
-        ModelError: this model cannot be moved to or from pipeline stages.
+        ModelError: this model cannot be moved to, from or between pipeline stages.
     """
     if isinstance(layout, StagedLayout) and model.staged is None:
         raise ModelError(
             "this model does not know the pieces that stages share out: give tatami.tile a sample and the default planner, "
-            "or the layout with stages"
+            "and neither stages=1 nor a layout without stages; or a layout with stages"
         )
     if model.shards_optimizer:
-        raise ModelError("a model with sharded_optimizer=True cannot be moved to or from pipeline stages yet")
+        raise ModelError("a model with sharded_optimizer=True cannot be moved to, from or between pipeline stages yet")
     if companions:
-        raise ModelError("tensors beside the weights (companions) cannot be moved to or from pipeline stages yet")
+        raise ModelError("tensors beside the weights (companions) cannot be moved to, from or between pipeline stages yet")
     if model._gradients.in_parts:
         raise ModelError("re-tile between two steps, not inside of the loop over model.micro_batches(...)")
     for name, module in model.module.named_modules():
