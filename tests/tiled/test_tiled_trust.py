@@ -435,6 +435,21 @@ def masked(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return (output.square().sum(1) * counts).sum() / counts.sum()
 
 
+def in_parts(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    parts = [slice(at, at + 2) for at in range(0, len(classes), 2)]
+    return torch.stack([F.cross_entropy(output[part], classes[part], reduction="sum") for part in parts]).sum() / len(classes)
+
+
+def two_halves(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    one, other = output[: len(output) // 2 * 2].chunk(2)
+    return F.mse_loss(one, other)
+
+
+def of_columns(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    pairs = output[:, :, None] - output[:, None] + output.roll(1, 1)[..., None]
+    return pairs.abs().mean() + output[:, 1:].std(1).mean()
+
+
 LOSSES: dict[str, tuple[Loss, bool]] = {
     "root": (lambda output, classes: output.square().mean().sqrt(), True),  # noqa: ARG005
     "flooding": (lambda output, classes: (F.cross_entropy(output, classes) - 1.2).abs() + 1.2, True),
@@ -452,14 +467,36 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "right in value, not in slope": (lambda out, y: F.cross_entropy(out, y) / F.cross_entropy(out, y).detach(), False),
     "smoothed": (partial(F.cross_entropy, label_smoothing=0.1), True),
     "deviation of each": (lambda output, classes: output.T.std(0).mean() + output.norm(dim=1).mean(), True),  # noqa: ARG005
-    "contrastive": (contrastive, False),
-    "top-k": (lambda output, classes: F.cross_entropy(output, classes, reduction="none").topk(2).values.mean(), False),
+    "contrastive": (contrastive, True),
+    "top-k": (lambda output, classes: F.cross_entropy(output, classes, reduction="none").topk(2).values.mean(), True),
+    "square of the mean": (lambda out, y: out.mean(0).square().sum(), True),  # noqa: ARG005
+    "distance to the mean": (lambda out, y: (out - out.mean(0)).square().mean(), True),  # noqa: ARG005
+    "match of means": (lambda out, y: F.mse_loss(out.mean(0), WEIGHTS), True),  # noqa: ARG005
+    "pairs": (lambda out, y: F.softplus(out[:, None] - out[None]).mean(), True),  # noqa: ARG005
+    "covariance": (lambda out, y: (torch.einsum("ni,nj->ij", out, out) / len(out)).square().sum(), True),  # noqa: ARG005
+    "neighbours": (lambda out, y: F.mse_loss(out, out.roll(1, 0)), True),  # noqa: ARG005
+    "two halves": (two_halves, True),
+    "some samples": (lambda out, y: F.cross_entropy(out[1:], y[1:]), True),
+    "normalized": (lambda out, y: F.cross_entropy(F.batch_norm(out, None, None, training=True), y), True),
+    "in parts": (in_parts, True),
+    "of each": (lambda out, y: torch.einsum("ni,nj->nij", out, out).square().mean() + out.mean(1).square().mean(), True),  # noqa: ARG005
+    "columns": (of_columns, True),
     "columns by a mask": (lambda out, y: out[:, WEIGHTS > 1].square().mean() + out.masked_select(WEIGHTS > 1).mean(), True),  # noqa: ARG005
     "mean": (F.cross_entropy, True),
     "sum over count": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / len(output), True),
     "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
 }
-FINE = ("columns by a mask", "mean", "sum over count", "half of two", "smoothed", "deviation of each")
+FINE = (
+    "columns by a mask",
+    "mean",
+    "sum over count",
+    "half of two",
+    "smoothed",
+    "deviation of each",
+    "in parts",
+    "of each",
+    "columns",
+)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -179,8 +179,22 @@ class GradientEngine:
                     leaves[number] = Weighed.apply(found.weight, leaf)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(leaves, structure)
 
-    def outputs(self, found: ForwardPass, output: Any, *, reduction: Literal["mean", "sum"] | None) -> Any:
-        """The network's output, which notices when a backward pass comes to it."""
+    def outputs(
+        self,
+        found: ForwardPass,
+        output: Any,
+        *,
+        reduction: Literal["mean", "sum"] | None,
+        axes: Sequence[int | None] | None = None,
+    ) -> Any:
+        """The network's output, which notices when a backward pass comes to it.
+
+        Args:
+            found: the pass.
+            output: of the network.
+            reduction: what the loss does with the samples.
+            axes: the axis of samples of each tensor of `output`, None for one without; the first where they are not known.
+        """
         self._outside.end(self._begun_at)
         leaves: list[Any] = [output]
         structure = None
@@ -195,12 +209,15 @@ class GradientEngine:
                 if not isinstance(leaf, (torch.Tensor, bool, int, float, complex, str, bytes, type(None))):
                     refuse_mixed(found, f"the tensors of the {type(leaf).__name__} that it returns cannot be found")
         arrive = functools.partial(_on_output, weakref.ref(self), found, reduction)
+        tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        axis_of = iter(axes if axes is not None and len(axes) == tensors else [0] * tensors)
         for number, leaf in enumerate(leaves):
+            axis = next(axis_of) if isinstance(leaf, torch.Tensor) else None
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if found.is_mixed:
                     leaves[number] = leaf = Quotient.apply(found.quotient, leaf)  # type: ignore[no-untyped-call]
                 leaf.register_hook(arrive)
-                mark_output(leaf, of=self._outside)
+                mark_output(leaf, of=self._outside, axis=axis)
         return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
     # -- the backward pass ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ loss does, is found by `TiledModel.check_loss`, which computes the loss of parts
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tatami.errors import InputError
-from tatami.gradients.passes import is_output, leads_to
+from tatami.gradients.passes import is_output, leads_to, samples_axis
 
 _LINEAR = frozenset({
     "Add", "Sub", "Neg", "Rsub", "View", "ReshapeAlias", "Sum", "Nansum", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy",
@@ -24,17 +25,21 @@ _LINEAR = frozenset({
 _PRODUCTS = frozenset({"Mul", "Div"})
 _BENT = frozenset({
     "Sqrt", "Abs", "Log", "Log1P", "Exp", "Pow", "Relu", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "Sigmoid",
-    "Tanh", "Softplus", "LogSigmoid", "Reciprocal",
+    "Tanh", "Softplus", "LogSigmoid", "Reciprocal", "Erf", "Sin", "Cos", "Gelu", "Silu", "Elu", "LeakyRelu", "MseLoss",
+    "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss",
 })  # fmt: skip
 """Operations that are not linear in a single number; element-wise ones on samples do not matter."""
+_MATRIX_PRODUCTS = frozenset({"Mm", "Bmm", "Mv", "Dot", "Cdist", "EuclideanDist"})
+_REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
     "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Std", "Var", "Logsumexp", "Prod", "Median", "Softmax",
-    "LogSoftmax",
+    "LogSoftmax", "Cumprod", "Cumsum", "Sort", "Topk", "Kthvalue", "Roll", "NativeBatchNorm", "CudnnBatchNorm",
 })  # fmt: skip
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
 _TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
 _CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
 _CHOOSING = ("Index", "MaskedSelect")
+_CUTTING = frozenset({"Slice", "Split", "SplitWithSizes", "Unbind", "Select"})
 _OVER_BATCH = "OverBatch"
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "
@@ -51,18 +56,32 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
     Raises:
         InputError: a loss is no mean of what its samples give; names the operation. The same on all ranks.
     """
-    waiting, seen = [(root, True) for root in roots if root is not None], set[Any]()
+    waiting, seen = [(root, True, "") for root in roots if root is not None], set[Any]()
+    cut: dict[Any, dict[range, None]] = {}
+    bends: list[tuple[str, Any]] = []
+    is_cut = False
     while waiting:
-        node, is_number = waiting.pop()
+        node, is_number, bent = waiting.pop()
         name = _operation(node)
-        if (node, is_number) in seen or is_output(node) or name == _OVER_BATCH:
+        if (node, is_number, bool(bent)) in seen or is_output(node) or name == _OVER_BATCH:
             continue
-        seen.add((node, is_number))
+        seen.add((node, is_number, bool(bent)))
         below = [other for other, _ in node.next_functions if other is not None]
+        multiplies = name in _PRODUCTS | _MATRIX_PRODUCTS and sum(_leads_to_output([other]) for other in below) > 1
         if name in _COUPLING and _is_over_samples(node):
             raise _couples(name)
+        if bent and name in _REDUCING and _is_over_samples(node):  # such as the square of a mean, or its part of a difference
+            raise _couples(bent)
+        if (multiplies and name in _MATRIX_PRODUCTS and _pairs(below)) or _is_broadcast_twice(below):
+            raise _couples(name)
+        if name == "Slice" and _is_over_samples(node):
+            cut.setdefault(node.next_functions[0], {})[_rows(node)] = None
+        is_cut = is_cut or (name in _CUTTING and _is_over_samples(node))
+        bent = bent or (name if multiplies or name in _BENT | _COUPLING else "")
+        if bent and len(below) > 1:
+            bends.append((bent, node))
         is_number = is_number and math.prod(_shape(node)) == 1
-        waiting += [(other, is_number and name in _LINEAR | _PRODUCTS) for other in below]
+        waiting += [(other, is_number and name in _LINEAR | _PRODUCTS, bent) for other in below]
         if not is_number:
             continue
         single = [other for other in below if math.prod(_shape(other)) == 1]
@@ -93,6 +112,18 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             found = [_leads_to_output([other]) for other in (single if single else below)]
             if sum(found) > (name in _PRODUCTS):
                 raise _couples(name)
+    for (whole, _), parts in cut.items():
+        rows = _shape(whole)[0]
+        if sum(map(len, parts)) % rows:
+            raise InputError(
+                f"the loss takes {sum(map(len, parts))} of the {rows} samples of this rank by a slice, which are others on "
+                f"each rank. {_REMEDY}; or multiply by a mask, and take the sum, with reduction='sum'"
+            )
+    for bent, node in bends if is_cut else ():
+        found_parts = [_parts(*edge) for edge in node.next_functions]
+        pairs = itertools.combinations(filter(None, found_parts), 2)
+        if any(one.isdisjoint(other) and {of for of, _ in one} & {of for of, _ in other} for one, other in pairs):
+            raise _couples(bent)
 
 
 def _operation(node: Any) -> str:
@@ -111,19 +142,85 @@ def _couples(operation: str) -> InputError:
 
 
 def _is_over_samples(node: Any) -> bool:
-    """Whether an operation goes along the samples of an output of the network, or of what was made of it element by element."""
+    """Whether an operation goes along the samples of an output of the network, or of what was made of it element by element.
+
+    One of which the graph does not tell the axes, such as a roll without any, is taken to go along all of them.
+    """
     operand = node.next_functions[0][0]
     shape = () if operand is None else _shape(operand)
-    axes = getattr(node, "_saved_dim", None)
-    axes = (axes,) if isinstance(axes, int) else axes or range(len(shape))
-    signed = [axis - 2**64 if axis >= 2**63 else axis for axis in axes]  # torch keeps -1 without its sign
-    if not shape or 0 in shape or all(axis % len(shape) for axis in signed):
+    if not shape or 0 in shape:
         return False
+    given = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    given = (given,) if isinstance(given, int) else given or range(len(shape))
+    axes = {(axis - 2**64 if axis >= 2**63 else axis) % len(shape) for axis in given}  # torch keeps -1 without its sign
+    if _operation(node).endswith("BatchNorm"):
+        axes = {0} if node._saved_training else set()
+
+    is_first = 0 in axes and len(axes) == 1
 
     def leaves(other: Any) -> bool:
-        return _shape(other) != shape or _operation(other) in _TURNING
+        is_kept = _shape(other)[:1] == shape[:1] if is_first else _shape(other) == shape
+        return not is_kept or _operation(other) in _TURNING
 
-    return leads_to([operand], lambda other: is_output(other) and _shape(other) == shape, ends_at=leaves)
+    def goes_along(other: Any) -> bool:
+        return is_output(other) and samples_axis(other) in axes
+
+    return leads_to([operand], goes_along, ends_at=leaves)
+
+
+def _rows(node: Any) -> range:
+    """The rows that a slice along the first axis takes."""
+    return range(_shape(node.next_functions[0][0])[0])[node._saved_start : node._saved_end : node._saved_step]
+
+
+def _parts(node: Any, number: int) -> set[tuple[Any, Any]]:
+    """The parts of the samples that a tensor is made of: what is cut, and which part."""
+    waiting, seen, found = [(node, number)], set[Any](), set[tuple[Any, Any]]()
+    while waiting:
+        edge = node, number = waiting.pop()
+        if node is None or edge in seen or is_output(node) or (name := _operation(node)) == _OVER_BATCH:
+            continue
+        seen.add(edge)
+        if name in _CUTTING and _is_over_samples(node):
+            part = _rows(node) if name == "Slice" else node._saved_index if name == "Select" else number
+            found.add((node.next_functions[0], part))
+        else:
+            waiting += node.next_functions
+    return found
+
+
+def _samples_of(node: Any) -> set[int]:
+    """How many samples the outputs have that a node was made of."""
+    found = set[int]()
+
+    def is_found(other: Any) -> bool:
+        if is_output(other) and samples_axis(other) is not None and len(_shape(other)) > (axis := samples_axis(other) or 0):
+            found.add(_shape(other)[axis])
+        return False
+
+    leads_to([node], is_found, ends_at=lambda other: _operation(other) == _OVER_BATCH)
+    return found
+
+
+def _pairs(operands: list[Any]) -> bool:
+    """Whether a matrix product of two tensors that come from outputs multiplies samples with each other: not where each product
+    is of one sample, which is where the first axis of both has all of them."""
+    shapes = [_shape(each) for each in operands[-2:]]
+    samples = (_samples_of(operands[-2]) & _samples_of(operands[-1])) - {1}
+    return any(
+        all(number in shape for shape in shapes) and not (len(shapes[0]) > 2 and shapes[0][0] % number == 0)
+        for number in samples
+    )
+
+
+def _is_broadcast_twice(operands: list[Any]) -> bool:
+    """Whether an element-wise operation takes each sample with each: of shapes (samples, 1) and (1, samples)."""
+    if len(operands) != 2 or len({*map(_shape, operands)}) == 1:
+        return False
+    one, other = map(_shape, operands)
+    pairs = list(zip(one[::-1], other[::-1], strict=False))
+    wide = {a for a, b in pairs if b == 1 < a} & {b for a, b in pairs if a == 1 < b}
+    return bool(wide) and bool(wide & _samples_of(operands[0]) & _samples_of(operands[1]))
 
 
 def _chosen(nodes: Iterable[Any]) -> int | None:

@@ -150,20 +150,32 @@ def refuse_transforms() -> None:
         )
 
 
-def mark_output(tensor: torch.Tensor, *, of: object) -> None:
-    """Remember that `tensor` is an output, and of what; see `comes_from_output` and `are_made_by`."""
+def mark_output(tensor: torch.Tensor, *, of: object, axis: int | None = 0) -> None:
+    """Remember that `tensor` is an output, and of what; see `comes_from_output` and `are_made_by`.
+
+    Args:
+        tensor: with a gradient function.
+        of: what has computed it.
+        axis: of its samples; None where it has none.
+    """
     node: Any = tensor.grad_fn
-    node.metadata[_MARK] = weakref.ref(of)
+    node.metadata[_MARK] = weakref.ref(of), axis
 
 
 def are_made_by(owner: object, roots: Iterable[Any]) -> bool:
     """Whether the graph of these nodes has an output that was marked as one of `owner`."""
-    return leads_to(roots, lambda node: is_output(node) and node.metadata[_MARK]() is owner)
+    return leads_to(roots, lambda node: is_output(node) and node.metadata[_MARK][0]() is owner)
 
 
 def is_output(node: Any) -> bool:
     """Whether an autograd node made the output of a model with an engine."""
     return _MARK in node.metadata
+
+
+def samples_axis(node: Any) -> int | None:
+    """The axis of the samples of an output that this node made."""
+    axis: int | None = node.metadata[_MARK][1]
+    return axis
 
 
 def comes_from_output(tensor: torch.Tensor) -> bool:

@@ -530,7 +530,9 @@ class TiledModel(nn.Module):
         inputs, named_inputs = self._gradients.inputs(begun, (inputs, named_inputs))
         with self._drawing() as draws, recomputable(functools.partial(self._keep, draws)):
             output = self._run(inputs, named_inputs)
-        output = self._gradients.outputs(begun, output, reduction=self._reduction)
+        captured = self.found.captured
+        axes = None if captured is None else captured.result_axes
+        output = self._gradients.outputs(begun, output, reduction=self._reduction, axes=axes)
         self._deferred.passed(output)
         return output
 
