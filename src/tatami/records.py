@@ -21,14 +21,16 @@ Logger = Literal["wandb", "mlflow"] | Callable[[Mapping[str, float], int], objec
 
 
 class Records:
-    """Writes records as JSON lines, and their numbers to TensorBoard. Only rank 0 is given one with files.
+    """Writes records as JSON lines, and their numbers to TensorBoard. All ranks may make one; a Trainer writes to that of rank 0.
+
+    Files are made with the first record, so that a rank is not refused because another one has made them.
 
     Args:
         path: the JSON lines; None writes none.
         tensorboard: a directory for TensorBoard's event files; None writes none.
         loggers: what else gets the numbers, named as in TensorBoard ("train/loss"): "wandb" and "mlflow" log to the run that is
             active, or begin one; a function is called with (numbers by name, iteration).
-        force: overwrite an existing `path`, with the first record; a run that is resumed is recorded behind what is there.
+        force: overwrite an existing `path`; a run that is resumed is recorded behind what is there.
         settings: of the run, for the first line of `path`.
 
     Raises:
@@ -51,27 +53,22 @@ class Records:
             check_output(path, force=force)
         if tensorboard is not None:
             check_folder(tensorboard)
-        self._path = path
+            if find_spec("tensorboard") is None:
+                raise MissingExtraError("tensorboard", extra="tensorboard")
+        self._path, self._force = path, force
         self._file: TextIO | None = None
         self._settings = settings
         self._board: Any = None
+        self._board_folder = tensorboard
         check_loggers(loggers)
         self._loggers = [_function_of(each, settings or {}) for each in loggers]
         self.kept: list[dict[str, Any]] | None = None
         """What was written since it was made a list: the records of a report."""
-        if tensorboard is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise MissingExtraError("tensorboard", extra="tensorboard") from error
-            self._board = SummaryWriter(str(tensorboard))
-        if path is not None and not path.exists():
-            self._open("w")
 
     @property
     def wanted(self) -> bool:
         """Whether anything becomes of what is written."""
-        return self._path is not None or bool(self._board or self._loggers) or self.kept is not None
+        return bool(self._path or self._board_folder or self._loggers) or self.kept is not None
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         """Record that `event` happened after `iteration`; numbers among `values`, and in their mappings, become curves."""
@@ -80,8 +77,12 @@ class Records:
         if self._path is not None:
             file = self._file or self._open("w")
             file.write(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
-        if self._board is not None or self._loggers:
+        if self._board_folder is not None or self._loggers:
             numbers = dict(_numbers(event, values))
+            if self._board_folder is not None and self._board is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(self._board_folder))
             for name, value in numbers.items() if self._board is not None else ():
                 self._board.add_scalar(name, value, iteration)
             for log in self._loggers if numbers else ():
@@ -89,7 +90,7 @@ class Records:
 
     def resume(self, *, iteration: int) -> None:
         """Go on in the file of the run that is resumed after `iteration`; later records are dropped, as they come again."""
-        if self._path is None or self._file is not None:
+        if self._path is None or self._file is not None or not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         write_text(self._path, "".join(line for line in lines if _is_before(line, iteration)), force=True)
@@ -97,6 +98,8 @@ class Records:
 
     def _open(self, mode: str) -> TextIO:
         assert self._path is not None
+        if mode == "w":
+            check_output(self._path, force=self._force)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Line by line, so that what happened before a crash is there after it.
         file: TextIO = self._path.open(mode, encoding="utf-8", buffering=1)  # type: ignore[assignment]

@@ -450,6 +450,15 @@ def of_columns(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:  # 
     return pairs.abs().mean() + output[:, 1:].std(1).mean()
 
 
+def ordered(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """(samples,): operations that keep the places of what they choose among the classes, and an embedding of the targets."""
+    margin = F.relu(output.max(1).values - output.gather(1, classes[:, None])[:, 0] + 1)
+    runs = [output.cummax(1).values, output.cummin(1).values, output.sort(1).values, output.topk(2, dim=-1).values]
+    chosen = [output.min(1).values, output.median(1).values, output.kthvalue(2, dim=1).values, output.mode(1).values]
+    far = (output - F.embedding(classes, torch.eye(3).to(output).requires_grad_())).square().mean(1)
+    return sum((each.square().mean(1) for each in runs), margin + far + torch.stack(chosen).sum(0))
+
+
 LOSSES: dict[str, tuple[Loss, bool]] = {
     "root": (lambda output, classes: output.square().mean().sqrt(), True),  # noqa: ARG005
     "flooding": (lambda output, classes: (F.cross_entropy(output, classes) - 1.2).abs() + 1.2, True),
@@ -464,6 +473,10 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "mean of what a mask selects": (lambda out, y: out.square().masked_select((y != 1)[:, None]).mean(), True),
     "deviation": (lambda output, classes: output.std(0).mean(), True),  # noqa: ARG005
     "softmax over samples": (lambda output, classes: output.softmax(0).square().sum(), True),  # noqa: ARG005
+    "sorted samples": (lambda out, classes: (out.sort(0).values - classes.sort().values[:, None]).square().mean(), True),
+    "largest of samples": (lambda output, classes: output.max(0).values.sum(), True),  # noqa: ARG005
+    "largest two of samples": (lambda output, classes: output.topk(2, dim=0).values.mean(), True),  # noqa: ARG005
+    "running sums over samples": (lambda output, classes: output.cumsum(0).mean(), True),  # noqa: ARG005
     "right in value, not in slope": (lambda out, y: F.cross_entropy(out, y) / F.cross_entropy(out, y).detach(), False),
     "smoothed": (partial(F.cross_entropy, label_smoothing=0.1), True),
     "deviation of each": (lambda output, classes: output.T.std(0).mean() + output.norm(dim=1).mean(), True),  # noqa: ARG005
@@ -481,12 +494,14 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "in parts": (in_parts, True),
     "of each": (lambda out, y: torch.einsum("ni,nj->nij", out, out).square().mean() + out.mean(1).square().mean(), True),  # noqa: ARG005
     "columns": (of_columns, True),
+    "largest of classes": (lambda output, classes: ordered(output, classes).mean(), True),
     "columns by a mask": (lambda out, y: out[:, WEIGHTS > 1].square().mean() + out.masked_select(WEIGHTS > 1).mean(), True),  # noqa: ARG005
     "mean": (F.cross_entropy, True),
     "sum over count": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / len(output), True),
     "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
 }
 FINE = (
+    "largest of classes",
     "columns by a mask",
     "mean",
     "sum over count",
@@ -503,7 +518,7 @@ FINE = (
 def test_a_loss_that_is_no_mean_of_its_samples_is_refused(comm: AbstractCommunicator, name: str) -> None:
     """By itself where its graph shows it; by `check_loss`, which is asked of the first batch of a training step, always."""
     loss, shows = LOSSES[name]
-    built = network()
+    built, plain = network(), network()
 
     def step(model: Any, batch: Any) -> torch.Tensor:
         return loss(model(batch[0]), batch[1])
@@ -524,10 +539,14 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(comm: AbstractCommunic
         if name in FINE:
             trainer.fit((x, classes), batch_size=SAMPLES, iterations=1)
     if shows:
-        x, classes = model.local(x, classes)
-        value: Any = loss(model(x), classes)
+        plain.load_state_dict(comm.bcast_object(whole_state_dict(model)))  # the Trainer may have trained
+        model.zero_grad()
+        value: Any = loss(model(here[0]), here[1])
         with pytest.raises(InputError, match="the loss") if is_refused else nullcontext():
             value.backward()
+        if not is_refused:
+            torch.autograd.backward(loss(plain(x), classes))
+            assert_close(whole_gradients(model), gradients(plain), what="gradients")
 
 
 def test_losses_that_are_made_of_means_over_the_batch(comm: AbstractCommunicator) -> None:

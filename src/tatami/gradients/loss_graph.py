@@ -32,8 +32,9 @@ _BENT = frozenset({
 _MATRIX_PRODUCTS = frozenset({"Mm", "Bmm", "Mv", "Dot", "Cdist", "EuclideanDist"})
 _REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
-    "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Std", "Var", "Logsumexp", "Prod", "Median", "Softmax",
-    "LogSoftmax", "Cumprod", "Cumsum", "Sort", "Topk", "Kthvalue", "Roll", "NativeBatchNorm", "CudnnBatchNorm",
+    "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "StdMean", "Var", "VarMean", "Logsumexp",
+    "Prod", "Median", "Nanmedian", "Mode", "Kthvalue", "Topk", "Sort", "Cummax", "Cummin", "Cumsum", "Cumprod", "Logcumsumexp",
+    "Softmax", "LogSoftmax", "Roll", "NativeBatchNorm", "CudnnBatchNorm",
 })  # fmt: skip
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
 _TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
@@ -228,9 +229,12 @@ def _chosen(nodes: Iterable[Any]) -> int | None:
     found: list[int] = []
 
     def is_chosen(node: Any) -> bool:
-        indices = getattr(node, "_saved_indices", None) or (getattr(node, "_saved_mask", None),)
-        is_mask = indices[0] is not None and indices[0].dtype in (torch.bool, torch.uint8)  # of the first axis, not of columns
-        if is_mask and _operation(node) in _CHOOSING and _leads_to_output([node]):
+        if _operation(node) not in _CHOOSING:
+            return False
+        chooses = (
+            node._saved_indices[0] if _operation(node) == "Index" else node._saved_mask
+        )  # along the first axis, not columns
+        if chooses is not None and chooses.dtype in (torch.bool, torch.uint8) and _leads_to_output([node]):
             found.append(_shape(node)[0])
         return bool(found)
 
