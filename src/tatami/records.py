@@ -21,7 +21,7 @@ Logger = Literal["wandb", "mlflow"] | Callable[[Mapping[str, float], int], objec
 
 
 class Records:
-    """Writes records as JSON lines, and their numbers to TensorBoard. All ranks may make one; a Trainer writes to that of rank 0.
+    """Writes records as JSON lines, and their numbers to TensorBoard. All ranks may make one; a Trainer writes to rank 0's.
 
     Files are made with the first record, so that a rank is not refused because another one has made them.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from tatami.errors import InputError
 from tatami.gradients.passes import is_output, leads_to, samples_axis
@@ -41,7 +42,6 @@ _TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
 _CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
 _CHOOSING = ("Index", "MaskedSelect")
 _CUTTING = frozenset({"Slice", "Split", "SplitWithSizes", "Unbind", "Select"})
-_OVER_BATCH = "OverBatch"
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "
     "model.over_batch(...) of the means that such a loss is made of, which gives those of the global batch"
@@ -64,7 +64,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
     while waiting:
         node, is_number, bent = waiting.pop()
         name = _operation(node)
-        if (node, is_number, bool(bent)) in seen or is_output(node) or name == _OVER_BATCH:
+        if (node, is_number, bool(bent)) in seen or is_output(node) or _is_own(node):
             continue
         seen.add((node, is_number, bool(bent)))
         below = [other for other, _ in node.next_functions if other is not None]
@@ -127,6 +127,11 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             raise _couples(bent)
 
 
+def _is_own(node: Any) -> bool:
+    """Whether a `torch.autograd.Function` made this node: it may take numbers to other ranks."""
+    return isinstance(node, BackwardCFunction)
+
+
 def _operation(node: Any) -> str:
     """Without the number by which autograd tells its variants, as those with a number or an axis, apart."""
     return str(node.name()).rstrip("0123456789").removesuffix("Backward")
@@ -179,9 +184,10 @@ def _parts(node: Any, number: int) -> set[tuple[Any, Any]]:
     waiting, seen, found = [(node, number)], set[Any](), set[tuple[Any, Any]]()
     while waiting:
         edge = node, number = waiting.pop()
-        if node is None or edge in seen or is_output(node) or (name := _operation(node)) == _OVER_BATCH:
+        if node is None or edge in seen or is_output(node) or _is_own(node):
             continue
         seen.add(edge)
+        name = _operation(node)
         if name in _CUTTING and _is_over_samples(node):
             part = _rows(node) if name == "Slice" else node._saved_index if name == "Select" else number
             found.add((node.next_functions[0], part))
@@ -199,7 +205,7 @@ def _samples_of(node: Any) -> set[int]:
             found.add(_shape(other)[axis])
         return False
 
-    leads_to([node], is_found, ends_at=lambda other: _operation(other) == _OVER_BATCH)
+    leads_to([node], is_found, ends_at=lambda other: _is_own(other) and not is_output(other))
     return found
 
 
@@ -238,10 +244,10 @@ def _chosen(nodes: Iterable[Any]) -> int | None:
             found.append(_shape(node)[0])
         return bool(found)
 
-    leads_to(nodes, is_chosen, ends_at=lambda node: is_output(node) or _operation(node) == _OVER_BATCH)
+    leads_to(nodes, is_chosen, ends_at=lambda node: is_output(node) or _is_own(node))
     return found[0] if found else None
 
 
 def _leads_to_output(nodes: Iterable[Any]) -> bool:
     """Whether the gradient of an output of the network comes through one of these nodes."""
-    return leads_to(nodes, is_output, ends_at=lambda node: _operation(node) == _OVER_BATCH)
+    return leads_to(nodes, is_output, ends_at=lambda node: _is_own(node) and not is_output(node))
