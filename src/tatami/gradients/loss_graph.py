@@ -30,7 +30,7 @@ _BENT = frozenset({
     "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss",
 })  # fmt: skip
 """Operations that are not linear in a single number; element-wise ones on samples do not matter."""
-_MATRIX_PRODUCTS = frozenset({"Mm", "Bmm", "Mv", "Dot", "Cdist", "EuclideanDist"})
+_MATRIX_PRODUCTS = frozenset({"Mm", "Bmm", "Mv", "Cdist", "EuclideanDist"})
 _REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
     "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "StdMean", "Var", "VarMean", "Logsumexp",
