@@ -421,7 +421,9 @@ class _Filling:
             first, work, kept = edges[-1], self._work[machine], self._kept_bytes(in_flight[index])
             by_time = bisect_right(work, work[first] + (tau_s - float(task.step_s[machine])) * (1 + 1e-12))
             memory = float(task.memory_bytes[machine])
-            by_memory = min(bisect_right(kept, kept[first] + memory), bisect_right(task.updating_rows_bytes[first], memory))
+            by_memory = bisect_right(kept, kept[first] + memory)
+            if memory < math.inf:
+                by_memory = min(by_memory, bisect_right(task.updating_rows_bytes[first], memory))
             stop = min(by_time - 1, by_memory - 1, pieces - (len(order) - index - 1))
             if stop <= first:
                 return None
