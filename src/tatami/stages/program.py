@@ -68,7 +68,8 @@ class ForwardOperation:
         parameters: names of the parameters it reads.
         buffers: names of the buffers it reads or changes.
         changes: numbers of values, made before, whose memory it changes in place; what they are afterwards is among `makes`.
-        returns_change: whether the changed tensor is its result (`x += y`), so that Python's name for it follows.
+        returns_change: whether the changed tensor is its result, and that is used (`x += y`): after `x.add_(y)` Python
+            goes on with the old name of it.
         line: where the user's code calls it, as `file:line`; empty where that is not known.
         flop, kept_bytes: of its forward pass over the sample that was recorded, and what it keeps for the backward pass.
     """
@@ -388,9 +389,7 @@ class Staging:
                 value = self.program.values[number]
                 if value.reach is not Reach.STAGED:
                     continue
-                # Python may go on with its old name for a tensor that `x.add_(y)` changes, and not with what is returned.
-                is_named = operation.returns_change and not (operation.name.endswith("_") and operation.name[:2] != "__")
-                hidden = not is_named and any(made in crossing for made in operation.makes)
+                hidden = not operation.returns_change and any(made in crossing for made in operation.makes)
                 if hidden or number in crossing or self.stage_of(value.made_by) != self.stage_of(operation.number):
                     raise ModelError(
                         f"{operation.line or operation.name} changes a tensor in place ({operation.name}) that two stages "

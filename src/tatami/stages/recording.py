@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -293,7 +295,7 @@ class _Recorder(TorchFunctionMode):
                 parameters=parameters,
                 buffers=buffers,
                 changes=changes,
-                returns_change=all(any(t is each for each in returned) for t in changed),
+                returns_change=all(any(t is each for each in returned) for t in changed) and not (changed and _is_dropped()),
                 reach=reach,
                 line=_users_line() if not module else "",
                 flop=self._metered[0] - before[0],
@@ -374,12 +376,23 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(shown.untyped_storage()._cdata)
 
 
-def _users_line() -> str:
-    """The innermost line outside of torch and of this package."""
+def _users_frame() -> FrameType | None:
+    """The innermost call outside of torch and of this package."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_USERS) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}"
+    while frame is not None and frame.f_code.co_filename.startswith((*_NOT_USERS, "<")):
         frame = frame.f_back
-    return ""
+    return frame
+
+
+def _users_line() -> str:
+    """The line of that call."""
+    frame = _users_frame()
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_dropped() -> bool:
+    """Whether what the innermost call of the user's code returns is used by nothing, as in a line `x.add_(y)`."""
+    frame = _users_frame()
+    steps = [] if frame is None else list(dis.get_instructions(frame.f_code))
+    after = (later.opname for step, later in pairwise(steps) if frame is not None and step.offset == frame.f_lasti)
+    return next(after, "") == "POP_TOP"
