@@ -15,7 +15,7 @@ from drawing import one_at_a_time
 from tatami.batch import cut_batch, samples_of
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.parallel import MultiNodeLoader
+from tatami.parallel import MultiNodeLoader, ResumableLoader, SynchronizedSampler
 from tatami.testing.worlds import World
 from tatami.tiling import Span
 from tatami.train import History, Trainer
@@ -71,6 +71,13 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         return iter(rows[index] for index in range(len(rows)))
 
 
+class Counted(Stream):
+    """Samples that are not indexed, but counted."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
 def plain_batches() -> Iterator[dict[str, torch.Tensor]]:
     for start in range(0, SAMPLES, BATCH):
         yield {key: value[start : start + BATCH] for key, value in table().items()}
@@ -97,6 +104,7 @@ SOURCES: dict[str, Callable[[AbstractCommunicator], tuple[Any, dict[str, Any]]]]
     "tensors": lambda _: (table(), {"batch_size": BATCH, "shuffle": False}),
     "map-style": lambda _: (Rows(), {"batch_size": BATCH, "shuffle": False}),
     "iterable data set": lambda _: (Stream(), {"batch_size": BATCH}),
+    "iterable data set with a length": lambda _: (Counted(), {"batch_size": BATCH}),
     "DataLoader": lambda _: (DataLoader(Rows(), batch_size=BATCH), {}),
     "iterable": lambda _: (Streamed(), {}),
     "from one rank": lambda comm: (MultiNodeLoader(Streamed() if comm.rank == 0 else None, comm), {}),
@@ -120,6 +128,25 @@ def test_a_loader_that_shuffles_by_a_generator(world: World) -> None:
 
     loader = shuffled()
     check(world, [*loader, *loader], fit)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["resumable", "from one rank", "iterator"])
+def test_what_a_limit_leaves_is_for_the_next_fit(comm: AbstractCommunicator, kind: str) -> None:
+    """A batch is drawn ahead, but given back; of an iterator, which cannot take it back, it is not drawn."""
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    resumable = ResumableLoader(DataLoader(Rows(), batch_size=BATCH, sampler=SynchronizedSampler(Rows(), alone, shuffle=False)))
+    sources: dict[str, Any] = {
+        "resumable": resumable,
+        "from one rank": MultiNodeLoader(resumable if comm.rank == 0 else None, comm),
+        "iterator": plain_batches(),
+    }
+    model = tiled(network(), comm, layout=some_layouts(comm.size)[0], batch_size=BATCH, reduction=None)
+    trainer = Trainer(model, optimizer=SGD, reduction="mean")
+    losses = [trainer.fit(sources[kind], iterations=1).losses[0] for _ in range(3)]
+    expected = plain_fit(network(), plain_batches(), loss=lambda model, batch: model(**batch)["loss"], optimizer=SGD)
+    assert losses == pytest.approx(expected[0], rel=1e-10)
 
 
 def cross_entropy(output: dict[str, torch.Tensor], target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

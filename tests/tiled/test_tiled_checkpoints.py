@@ -2,7 +2,7 @@
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from equal_runs import with_shards
 from networks import GPT
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import tatami
 from drawing import Written, one_at_a_time
@@ -147,6 +147,89 @@ def test_the_numbers_of_the_run_that_was_not_interrupted(comm: AbstractCommunica
             assert again == noted
             for name, value in expected.items():
                 assert torch.equal(weights[name], value), name
+
+
+class Draws(Callback):
+    """Draws when an epoch begins and after every update, and asks for an end after one of them."""
+
+    def __init__(self, generator: torch.Generator, stop_at: int | None) -> None:
+        self.generator, self.stop_at, self.drawn = generator, stop_at, list[float]()
+
+    def on_train_epoch_start(self, trainer: Any) -> None:  # noqa: ARG002
+        torch.rand(1, generator=self.generator)
+
+    def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+        self.drawn.append(torch.rand(1, generator=self.generator).item())
+        trainer.should_stop = trainer.iteration == self.stop_at
+
+
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Draws for every sample."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, (self.x, self.y) = generator, inputs()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + torch.randn(4, generator=self.generator, dtype=torch.float64), self.y[index]
+
+
+class WithoutLength:
+    """Batches that are not counted before they have ended."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def check_draws(comm: AbstractCommunicator, folder: Path, kind: str, *, own: torch.Generator | None) -> None:
+    """Data and a callback draw from the DataLoader's own generator or from torch's, in turn; three batches in an epoch."""
+    generator = own or torch.default_generator
+    alone = comm.split(comm.rank)
+    assert alone is not None
+
+    def fit(place: str, *, stop_at: int | None = None, **options: Any) -> tuple[list[float], list[float], Any]:
+        generator.manual_seed(8 if options.get("resume") else 7)
+        noisy, draws = Noisy(generator), Draws(generator, stop_at)
+        data: Any = DataLoader(noisy, batch_size=BATCH, shuffle=True, generator=own)
+        if kind == "resumable":
+            sampler = SynchronizedSampler(noisy, alone)
+            data = ResumableLoader(DataLoader(noisy, batch_size=BATCH, sampler=sampler, generator=own))
+        elif kind == "without length":
+            data = WithoutLength(data)
+        elif kind == "samples":
+            data, options["batch_size"] = noisy, BATCH
+        trainer = trainer_of(comm, folder / place, some_layouts(comm.size)[-1], draws)
+        losses = trainer.fit(data, **{"epochs": 3, **options}).losses
+        return losses, draws.drawn, comm.bcast_object(whole_state_dict(trainer.model))
+
+    losses, drawn, weights = fit("straight")
+    ends: list[dict[str, Any]] = [{"stop_at": 4}, {"epochs": 1}]  # the others hear of it with the update after it
+    if kind != "without length":
+        ends += [{"iterations": 2}, {"iterations": 3}]
+    for number, end in enumerate(ends):
+        first = fit(str(number), **end)
+        rest = fit(str(number), resume=True)
+        assert first[0] + rest[0] == losses, end
+        assert first[1] + rest[1] == drawn, end
+        assert all(torch.equal(rest[2][name], value) for name, value in weights.items())
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", ["samples", "loader", "resumable", "without length"])
+def test_what_is_drawn_from_torch_is_what_would_have_been_drawn(comm: AbstractCommunicator, tmp_path: Path, kind: str) -> None:
+    check_draws(comm, tmp_path, kind, own=None)
+
+
+@pytest.mark.parametrize("kind", ["loader", "resumable"])
+def test_what_is_drawn_from_the_loaders_generator_is_what_would_have_been_drawn(
+    comm: AbstractCommunicator, tmp_path: Path, kind: str
+) -> None:
+    check_draws(comm, tmp_path, kind, own=torch.Generator())
 
 
 def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) -> None:
@@ -311,14 +394,20 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicat
     run(comm, tmp_path, layout, iterations=2)
 
     def resumed(
-        built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = tmp_path, data: Any = None
+        built: nn.Module,
+        optimizer: Any = ADAM,
+        batch_size: int = BATCH,
+        where: Any = tmp_path,
+        data: Any = None,
+        shuffle: bool = True,
+        accumulate: int = 1,
     ) -> None:
         model = tiled(built, comm, layout=layout, batch_size=BATCH)
         before = comm.bcast_object(whole_state_dict(model))
-        trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), seed=4)
+        trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), seed=4, accumulate_grad_batches=accumulate)
         try:
             given: Any = {"batch_size": batch_size} if data is None else {}
-            trainer.fit(data or inputs(), epochs=3, resume=where, **given)
+            trainer.fit(data or inputs(), epochs=3, shuffle=shuffle, resume=where, **given)
         finally:
             after = comm.bcast_object(whole_state_dict(model))
             assert all(torch.equal(before[name], after[name]) for name in before)
@@ -327,8 +416,13 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(comm: AbstractCommunicat
     for arguments, match in (
         ({"built": other}, r"(?s)of another network:.*0.weight has shape \(8, 4\), this network needs \(5, 4\)"),
         ({"built": NETWORK, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "this state is of Adam, and the optimizer is SGD"),
-        ({"built": NETWORK, "batch_size": 9}, r"within an epoch over other data: batch_size 9 \(was 8\)"),
-        ({"built": NETWORK, "data": DataLoader(TensorDataset(*inputs()), batch_size=BATCH)}, r"seed unknown \(was 4\)"),
+        ({"built": NETWORK, "batch_size": 9}, r"only go on as it began: batch_size is 9 \(was 8\)\. Give"),
+        ({"built": NETWORK, "shuffle": False}, r"only go on as it began: shuffle is False \(was True\)\. Give"),
+        ({"built": NETWORK, "accumulate": 2}, r"only go on as it began: accumulate_grad_batches is 2 \(was 1\)\. Give"),
+        (
+            {"built": NETWORK, "data": DataLoader(TensorDataset(*inputs()), batch_size=BATCH)},
+            r": shuffle is up to the loader \(was True\)\. Give",
+        ),
         ({"built": NETWORK, "where": tmp_path / "nothing"}, "there is no checkpoint in .*nothing"),
     ):
         with pytest.raises(CheckpointError, match=match):

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import tatami
 from drawing import one_at_a_time
 from tatami.checkpoints.state_codec import decode, encode
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, InputError
+from tatami.parallel import ResumableLoader, SynchronizedSampler
 from tatami.tiling import Layout, StagedLayout
 from tatami.train import ModelCheckpoint, TiledModel, Trainer, WeightAverage, whole_state_dict
 from tiled_rig import assert_close, simple_layout, some_layouts, staged, tiled
@@ -164,6 +166,62 @@ def test_all_random_states_are_those_of_the_checkpoint(comm: AbstractCommunicato
     tatami.load_training(tmp_path, models, optimizers)
     again = torch.rand(3), torch.rand(3, generator=other.generator)
     assert all(torch.equal(*pair) for pair in zip(drawn, again, strict=True))
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws for every sample."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(4, generator=self.generator, dtype=torch.float64) * index
+
+
+@pytest.mark.parametrize("saved_at", [3, SAVED_AT])
+@pytest.mark.ranks(1, 2)
+def test_a_resumable_loader_and_its_loop_draw_what_they_would_have_drawn(
+    comm: AbstractCommunicator, tmp_path: Path, saved_at: int
+) -> None:
+    """At the end of an epoch and within one; from torch's generator on one rank, from the DataLoader's where ranks share it."""
+    own = torch.Generator() if comm.size > 1 else None
+    generator = own or torch.default_generator
+    alone = comm.split(comm.rank)
+    assert alone is not None
+
+    def train(seed: int, *, until: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        generator.manual_seed(seed)
+        noisy, drawn = Noisy(generator), list[float]()
+        sampler = SynchronizedSampler(noisy, alone)
+        loader = ResumableLoader(DataLoader(noisy, batch_size=BATCH, sampler=sampler, generator=own))
+        model = tiled(NETWORK, comm, layout=some_layouts(comm.size)[-1], batch_size=BATCH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model.generator.manual_seed(5)
+        objects = {"loader": loader} | ({"noise": own} if own is not None else {})
+        resumed = tatami.load_training(tmp_path, model, optimizer, objects=objects)
+        step = resumed.step if resumed else 0
+        while step < until:
+            for x in loader:
+                loss = model(model.local(x)).square().sum() / BATCH
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                drawn += [model.global_loss(loss), torch.rand(1, generator=generator).item()]
+                step += 1
+                if step == until:
+                    break
+        if until == saved_at:
+            tatami.save_training(tmp_path, model, optimizer, step=step, objects=objects)
+        return drawn, comm.bcast_object(whole_state_dict(model))
+
+    expected, weights = train(7, until=9)
+    first, _ = train(7, until=saved_at)
+    rest, ended = train(8, until=9)
+    assert first + rest == expected
+    assert all(torch.equal(ended[name], value) for name, value in weights.items())
 
 
 def in_place(folder: Path, model: TiledModel, optimizer: torch.optim.Optimizer) -> None:

@@ -249,6 +249,12 @@ class ResumableLoader:
         epoch: int = self.state_dict()["epoch"]
         return epoch
 
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What the DataLoader draws seeds for its workers from; None: torch's own."""
+        generator: torch.Generator | None = self._loader.generator
+        return generator
+
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
         return len(self._loader)
@@ -257,7 +263,12 @@ class ResumableLoader:
         assert self._batch_size is not None
         self._sampler.load_state_dict(self.state_dict())
         self._state = self._sampler.state_dict()
-        for batch in self._loader:
+        source = self.generator or torch.default_generator
+        before = source.get_state()
+        batches = iter(self._loader)
+        if self._state["position"]:
+            source.set_state(before)  # iter() draws a seed for workers, which an epoch does once
+        for batch in batches:
             self._state["position"] = min(self._state["position"] + self._batch_size, len(self._sampler))
             yield batch
         self._state = self._next_epoch()

@@ -228,8 +228,14 @@ def _assembled(
     if common["position"]["batch"] and common["data"] != facts:
         was = common["data"]
         other = [key for key in {**was, **facts} if facts.get(key) != was.get(key)]
-        changed = ", ".join(f"{key} {facts.get(key, 'unknown')} (was {was.get(key, 'unknown')})" for key in other)
-        raise CheckpointError(f"it was saved within an epoch over other data: {changed}. Give fit what it was given then")
+        if "shuffle" in other and "seed" in other:
+            other.remove("seed")  # which follows from it
+        theirs = "up to the loader"
+        changed = ", ".join(f"{key} is {facts.get(key, theirs)} (was {was.get(key, theirs)})" for key in other)
+        raise CheckpointError(
+            f"it was saved within an epoch, which can only go on as it began: {changed}. Give Trainer and fit what they were "
+            "given then"
+        )
     restore_layout(model, setup.optimizer, common)
     assembly = Assembly(model, setup.optimizer, averages_of(model.parameters()), common=common)
     assembly.take(first["shard"])

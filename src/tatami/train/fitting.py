@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tatami.errors import InputError
+from tatami.runtime.random_state import random_state, set_random_state
 from tatami.state.repairing import BeginAgain, RepairedUpdate, Repairs
 from tatami.train.batches import AbstractBatches, LocalBatch
 from tatami.train.checkpointing import ModelCheckpoint, TrainingCheckpoints, progress_state, restore_progress
@@ -152,7 +153,10 @@ class Fit:
     def _epoch(self) -> bool:
         """What is left of an epoch; True if training is to end here."""
         setup, position = self._setup, self._position
+        drawn = random_state()
         setup.callbacks.call("on_train_epoch_start", self._trainer)
+        if position.batch:
+            set_random_state(drawn)  # what callbacks draw there belongs to the beginning of the epoch, which was before
         start_s = setup.clock.now_s()
         for updated, ends_epoch in self._updates():
             position.iteration += 1

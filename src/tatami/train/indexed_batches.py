@@ -40,6 +40,7 @@ class IndexedBatches(AbstractBatches):
         check_at_least(1, batch_size=batch_size)
         self.batch_size: int = min(batch_size, self.num_samples)
         self.num_batches: int = -(-self.num_samples // self.batch_size)
+        self._shuffles = seed is not None
         self._seed = seed if self.num_batches > 1 else None
 
     def compare(self, comm: AbstractCommunicator) -> None:
@@ -72,7 +73,7 @@ class IndexedBatches(AbstractBatches):
             yield LocalBatch(size=size, here=here, is_last=start + size == self.num_samples)
 
     def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "seed": self._seed}
+        return {**super().facts(), "shuffle": self._shuffles, "seed": self._seed}
 
     def _fetch(self, mine: Span, order: torch.Tensor | None) -> Any:
         if self._samples is None:

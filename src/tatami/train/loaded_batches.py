@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tatami.batch import cut_batch, samples_of
 from tatami.comm.agreement import problems_of
@@ -22,7 +22,8 @@ from tatami.train.batches import AbstractBatches, LocalBatch
 class LoadedBatches(AbstractBatches):
     """The global batches of an iterable, which may have no length.
 
-    One batch is drawn ahead, so that the ranks know which is the last.
+    One batch is drawn ahead, so that the ranks know which is the last. Both it and training may draw random numbers, so that
+    the random state of before it was drawn is kept until it is used.
 
     Args:
         loader: gives the same batches, in the same order, on every rank.
@@ -33,16 +34,17 @@ class LoadedBatches(AbstractBatches):
         self._batches: Iterator[Any] | None = None
         self._first: Any = None
         self._start: dict[str, Any] = {}
+        self._ahead: dict[str, Any] | None = None
         self._sought: dict[str, Any] = {}
         self._loader_state: Any = None
-        self._is_ahead = False
         knows = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._is_resumable = knows and getattr(loader, "is_resumable", True)
         self.num_batches = _length(loader)
         self.batch_size = getattr(loader, "batch_size", None)
         self.num_samples = None
         if isinstance(loader, DataLoader) and self.num_batches is not None and self.batch_size is not None:
-            self.num_samples = min(len(loader.sampler), self.num_batches * self.batch_size)  # type: ignore[arg-type]
+            counted: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
+            self.num_samples = min(len(counted), self.num_batches * self.batch_size)
 
     def compare(self, comm: AbstractCommunicator) -> None:
         """Nothing can be told before the first pass, in which the ranks compare numbers of their batches."""
@@ -64,36 +66,40 @@ class LoadedBatches(AbstractBatches):
         self._check_begun(current, model.comm, number=number, skip=skip)
         while current is not None:
             with phases.during(IterationPhase.OUTSIDE):
-                self._loader_state = self._loader.state_dict() if self._is_resumable else None
                 used += 1
                 is_enough = used == most
-                upcoming = None if is_enough else self._draw()
-                self._is_ahead = not is_enough
+                upcoming = self._ahead = None
+                if not is_enough or self._may_draw_more:
+                    upcoming = self._draw()
+                    if is_enough and self._is_resumable:
+                        self._loader.load_state_dict(self._loader_state)  # so that the next `fit` is given that batch
                 is_last = upcoming is None and not is_enough
                 if agree:
                     ends = problems_of(model.comm, "ends" if is_last else None)
                     check_ends(ends, size=model.comm.size, batch=skip + used, epoch=number)
                 portion = LocalBatch(size=samples_of(current), here=model.take(current, everywhere=True), is_last=is_last)
             yield portion
-            current = upcoming
+            current = None if is_enough else upcoming
         if not is_enough:
-            self._batches = self._loader_state = None
+            self._batches = self._ahead = None
 
     def position(self) -> dict[str, Any]:
+        """The random state as it is now, as it was before the batch ahead was drawn, and before the first of the epoch was."""
         if self._sought:
             return dict(self._sought)
-        own: dict[str, Any] = {"ahead": self._is_ahead}
+        own: dict[str, Any] = {"now": self._random_state()}
+        if self._ahead is not None:
+            own["ahead"] = self._ahead
         if self._is_resumable:
-            own["loader"] = self._loader.state_dict() if self._batches is None else self._loader_state
+            own["loader"] = self._loader.state_dict() if self._ahead is None else self._loader_state
         elif self._batches is not None:
             own["start"] = self._start
-        elif (generator := self._generator) is not None:
-            own["generator"] = generator.get_state()
-        return {**super().position(), **own}
+        return own
 
     def seek(self, position: dict[str, Any]) -> None:
         self._sought = position
-        self._batches = self._first = None
+        self._batches = self._first = self._ahead = None
+        self._put_back(position["now"])
 
     def begin_again(self) -> None:
         if isinstance(self._loader, Iterator):
@@ -111,30 +117,30 @@ class LoadedBatches(AbstractBatches):
                 self._begin()
             current, self._first = self._first, None
             return current
+        start, ahead, now = sought.get("start"), sought.get("ahead"), sought["now"]
+        is_over = skip > 0 and start is None
         if "loader" in sought:
             self._loader.load_state_dict(sought["loader"])
-            if self.num_batches is not None and skip >= self.num_batches:
-                return None  # the loader is at the next epoch already
-            skip = 0
-        generator = self._generator
-        if "start" in sought:
-            # What was drawn in the order of another random state is drawn again in that order.
-            set_random_state(sought["start"]["all"])
-            if generator is not None:
-                generator.set_state(sought["start"]["generator"])
-        else:
-            set_random_state(sought["now"])
-            if generator is not None and "generator" in sought:
-                generator.set_state(sought["generator"])
-        self._begin()
-        current, self._first = self._first, None
-        for number in range(skip):
-            if number == skip - 1 and not sought["ahead"]:
-                set_random_state(sought["now"])
-            current = self._draw()
-        if skip and sought["ahead"]:
-            set_random_state(sought["now"])
+            is_over = self.num_batches is not None and skip >= self.num_batches  # the loader is at the next epoch already
+        if is_over:
+            self._put_back(now)
+            return None
+        if start is not None:
+            self._put_back(start)  # so that the order of the samples is drawn again
+        self._iterate()
+        for _ in range(skip if start is not None else 0):
+            self._next()
+        if skip or ahead is not None:
+            self._put_back(ahead or now)  # what was used was drawn in between other draws, which are not repeated
+        current = self._draw()
+        if ahead is not None:
+            self._put_back(now)
         return current
+
+    @property
+    def _may_draw_more(self) -> bool:
+        """Whether a batch may be drawn that this `fit` does not use, as one without a limit would: not of a stream."""
+        return self.num_batches is not None and not isinstance(self._loader, Iterator)
 
     @property
     def _generator(self) -> torch.Generator | None:
@@ -142,14 +148,30 @@ class LoadedBatches(AbstractBatches):
         generator = getattr(self._loader, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
+    def _random_state(self) -> dict[str, Any]:
+        generator = self._generator
+        return random_state() | ({"generator": generator.get_state()} if generator is not None else {})
+
+    def _put_back(self, state: dict[str, Any]) -> None:
+        set_random_state(state)
+        if self._generator is not None and "generator" in state:
+            self._generator.set_state(state["generator"])
+
     def _begin(self) -> None:
-        self._start = {"all": random_state()}
-        if self._generator is not None:
-            self._start["generator"] = self._generator.get_state()
-        self._batches = iter(self._loader)
+        self._iterate()
         self._first = self._draw()
 
+    def _iterate(self) -> None:
+        self._start = self._random_state()
+        self._batches = iter(self._loader)
+
     def _draw(self) -> Any:
+        """The next batch; where it was drawn is remembered until it is used."""
+        self._ahead = self._random_state()
+        self._loader_state = self._loader.state_dict() if self._is_resumable else None
+        return self._next()
+
+    def _next(self) -> Any:
         assert self._batches is not None
         return next(self._batches, None)
 
