@@ -238,6 +238,27 @@ def test_means_over_the_targets_that_count_are_those_of_one_machine(world: World
     check_fit(world, gpt(), expected, fit, batch_size=BATCH, sample=data)
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_a_batch_none_of_whose_targets_counts_has_no_part_in_its_update(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    """It is an error only where the whole update has no target that counts."""
+    plain, built = mlp(4, 6, 3), mlp(4, 6, 3)
+    x, y = torch.cat([drawn() - 0.3 * number for number in range(5)]), torch.arange(30) % 3
+    y[6:18], y[20] = -100, -100
+    updates = [(x[:12], y[:12]), (x[12:24], y[12:24]), (x[24:], y[24:])]
+    expected = plain_fit(plain, updates, loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), optimizer=SGD)
+
+    def fit(target: torch.Tensor) -> History:
+        model = tile(built, comm, batch_size=6, speeds="equal", layout=some_layouts(comm.size)[-1], reduction="mean")
+        trainer = Trainer(
+            model, optimizer=SGD, loss=nn.CrossEntropyLoss(), accumulate_grad_batches=2, rescue_dir=tmp_path / str(comm.rank)
+        )
+        return trainer.fit((x, target), batch_size=6, epochs=1, shuffle=False)
+
+    assert fit(y).losses == pytest.approx(expected[0], rel=1e-10)
+    with pytest.raises(NotFiniteError, match=r"the loss is nan on rank 0 .* in iteration 2"):
+        fit(torch.cat([y[:12], torch.full((12,), -100), y[24:]]))
+
+
 def test_the_loss_inside_of_a_followed_network_is_counted_too() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:

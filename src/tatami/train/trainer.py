@@ -324,7 +324,8 @@ class Trainer:
 
     def _whole(self, body: Callable[[], _Value]) -> _Value:
         """What `body`, a collective, returns; in an elastic run, again where a rank dies in it."""
-        return body() if self._repairs is None else self._repairs.whole(body)
+        with fail_together(self.model.comm):
+            return body() if self._repairs is None else self._repairs.whole(body)
 
     def _refuse_elastic(self, comm: AbstractCommunicator) -> None:
         """
