@@ -253,7 +253,7 @@ def test_a_metric_that_fails_on_one_rank_is_refused_on_all(comm: AbstractCommuni
     model = tiled(NETWORK, comm, layout=simple_layout(*([rank] for rank in range(comm.size))), batch_size=8)
     trainer = Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss())
     for batch_size in (SAMPLES, 8):
-        calls = []
+        calls: list[int] = []
 
         def fails(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> Any:
             calls.append(len(output))
@@ -286,6 +286,23 @@ def test_the_axis_of_classes_is_found_or_asked_for() -> None:
         accuracy(torch.zeros(2, 3), torch.zeros(3))
     with pytest.raises(InputError, match="they must be alike"):
         METRICS["mean_squared_error"](torch.zeros(2, 3), torch.zeros(2))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"record_every": 0}, "record_every must be at least 1, not 0"),
+        ({"record_every": 2.5}, "record_every must be a whole number, not 2.5"),
+        ({"scheduler": 5}, r"scheduler must be one of torch\.optim\.lr_scheduler, or what makes one .*, not 5"),
+        ({"callbacks": [3]}, "callbacks: 3 is no callback: give objects with some of the hooks on_fit_start, "),
+        ({"callbacks": [Callback]}, "callbacks: <class .*Callback'> is no callback"),
+        ({"callbacks": 3}, "callbacks must be a list of callbacks, not 3"),
+    ],
+)
+def test_wrong_options_are_refused_with_what_to_give(comm: AbstractCommunicator, option: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        trainer_of(comm, **option)
 
 
 def test_loggers_get_the_numbers_of_rank_0(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import called_by_all, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, MemoryLackError, ModelError
-from tatami.inputs import check_seed
+from tatami.inputs import check_at_least, check_seed
 from tatami.model.model import TiledModel
 from tatami.model.tile import tile as tile_network
 from tatami.model.whole_state import load_model, save_model
@@ -117,13 +117,16 @@ class Trainer:
         clock: Clock | None = None,
     ) -> None:
         check_seed(seed)
+        check_at_least(1, record_every=record_every)
         self._objective = Objective(loss=loss, training_step=training_step, target=target)
         own = model.reduction if isinstance(model, TiledModel) else None
         self._reduction = self._objective.reduction(given=reduction, otherwise=own)
         self._settings = UpdateSettings(
             accumulate_grad_batches=accumulate_grad_batches, precision=precision, gradient_clip_val=gradient_clip_val
         )
-        self._given_optimizer, self._given_scheduler, self._retiler = optimizer, scheduler, retile
+        if scheduler is not None and not isinstance(scheduler, LRSchedulerConfig):
+            scheduler = LRSchedulerConfig(scheduler=scheduler)
+        self._given_optimizer, self._schedule, self._retiler = optimizer, scheduler, retile
         self._callbacks = Callbacks(callbacks)
         check_loggers(loggers)
         if records is not None and loggers:
@@ -396,9 +399,6 @@ class Trainer:
         self.optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
         check_optimizer(self.optimizer)
         check_parameters(self.optimizer, model)
-        schedule = self._given_scheduler
-        if schedule is not None and not isinstance(schedule, LRSchedulerConfig):
-            schedule = LRSchedulerConfig(scheduler=schedule)
         good = GoodState(model, folder=self._rescue_dir if model.rescue_copy else None)
         retiling = Retiling(model, self.optimizer, retiler=self._retiler) if self._retiler is not None else None
         is_first = model.comm.rank == 0
@@ -410,7 +410,7 @@ class Trainer:
             settings=self._settings,
             updates=Updates(model, self.optimizer, self._objective, settings=self._settings, good=good, retiling=retiling),
             good=good,
-            learning_rate=LearningRate(schedule, self.optimizer) if schedule is not None else None,
+            learning_rate=LearningRate(self._schedule, self.optimizer) if self._schedule is not None else None,
             retiling=retiling,
             callbacks=self._callbacks,
             records=(self._records or Records(loggers=self._loggers)) if writes else Records(),
