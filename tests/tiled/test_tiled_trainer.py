@@ -216,6 +216,35 @@ def test_evaluation_weighs_by_samples(comm: AbstractCommunicator, reduction: str
         assert history.validation[-1] == pytest.approx(trainer.evaluate((x, y), batch_size=SAMPLES, metrics={"near": near}))
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_network_that_is_not_tiled_predicts_from_inputs_alone(comm: AbstractCommunicator) -> None:
+    built, (x, y) = network(), inputs()
+    expected = built(x).detach()
+    data: list[tuple[Any, int | None]] = [(x, 9), ((x,), 9), ((x, y), 9), ([x[:9], x[9:18], x[18:]], None)]
+    for each, batch_size in data:
+        trainer = Trainer(built, comm=comm, optimizer=SGD, loss=nn.MSELoss(), tile=partial(tile, speeds="equal", quiet=True))
+        torch.testing.assert_close(trainer.predict(each, batch_size=batch_size), expected)
+
+
+def test_a_list_of_batches_is_an_iterable_of_batches(comm: AbstractCommunicator) -> None:
+    built, (x, y) = network(), inputs()
+    batches = [(x[at : at + 9], y[at : at + 9]) for at in range(0, SAMPLES, 9)]
+    found = []
+    for data in (batches, iter(batches)):
+        trainer = Trainer(
+            tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=9), optimizer=SGD, loss=nn.MSELoss()
+        )
+        losses = trainer.fit(data, epochs=1).losses
+        found.append((losses, trainer.evaluate(batches)["loss"]))
+    assert found[0] == found[1]
+    history = trainer.fit(batches, epochs=1, validation=batches)
+    assert history.validation[0]["loss"] == pytest.approx(trainer.evaluate((x, y), batch_size=SAMPLES)["loss"])
+    with pytest.raises(InputError, match="say batch_size"):
+        trainer.fit([(x[0], 1.0), (x[1], 2.0), (x[2], 0.0)], epochs=1)
+    with pytest.raises(InputError, match=r"metrics \(accuracy\) are of the validation, and there is none"):
+        trainer.fit(batches, epochs=1, metrics=["accuracy"])
+
+
 def test_an_evaluation_between_iterations_is_in_no_iteration(comm: AbstractCommunicator) -> None:
     """Its tensor-parallel sums would lengthen the t1 of the next one."""
     built = network()

@@ -232,11 +232,14 @@ class Trainer:
         limits = Limits.of(epochs=epochs, iterations=iterations, stop_below=stop_below, max_time=max_time)
         batches = batches_of(data, batch_size=batch_size, seed=self._seed if shuffle else None)
         wanted = metrics_of(metrics)
+        if wanted and validation is None:
+            raise InputError(f"metrics ({', '.join(wanted)}) are of the validation, and there is none: give fit validation=...")
         self._tile_with(batches)
         model = self.model
         valid = None
         if validation is not None:
-            own_size = None if comes_in_batches(validation) else batch_size or model.workload.samples
+            are_lists = batch_size is None and isinstance(data, list) and isinstance(validation, list)  # both of batches
+            own_size = None if are_lists or comes_in_batches(validation) else batch_size or model.workload.samples
             valid = Validation(
                 batches=batches_of(validation, batch_size=own_size, name="the validation data set"), metrics=wanted
             )
@@ -306,7 +309,7 @@ class Trainer:
             (samples, ...) on the CPU, in the structure that the network returns.
         """
         batches = batches_of(data, batch_size=batch_size)
-        self._tile_with(batches)
+        self._tile_with(batches, inputs=self._objective.predicting)
         return self._whole(lambda: predict(self.model, batches, self._objective, precision=self._settings.precision))
 
     @called_by_all("Trainer.save")
@@ -345,14 +348,14 @@ class Trainer:
             if is_given:
                 refuse_elastic(comm, what)
 
-    def _tile_with(self, batches: AbstractBatches) -> None:
-        """Tile the network, where it is not tiled yet, with the first batch as its sample."""
+    def _tile_with(self, batches: AbstractBatches, *, inputs: Callable[[Any], Any] | None = None) -> None:
+        """Tile the network, where it is not tiled yet, with the first batch as its sample, of which `inputs` makes those."""
         if self._setup is not None:
             return
         first, batch_size = batches.sample(_SAMPLES)
         sample = None
         if self._objective.training_step is None and samples_of(first) > 1:
-            args, kwargs = self._objective.inputs(first)
+            args, kwargs = (inputs or self._objective.inputs)(first)
             if isinstance(self._tile.args[0], nn.Module):
                 check_keywords(self._tile.args[0], args, kwargs)
             sample = kwargs or args
