@@ -229,9 +229,9 @@ METRICS_OF_ONES_OWN: dict[str, tuple[Any, str]] = {
     "raises": (raises, "failed with ValueError: no such class"),
     "a tensor": (lambda output, target: output, r"gives a Tensor of shape \(\d+, 2\); it must give one number"),  # noqa: ARG005
     "nothing": (lambda output, target: None, "gives a NoneType; it must give one number"),  # noqa: ARG005
-    "largest": (lambda output, target: output.max(), "over their halves, so that it is no mean over samples"),  # noqa: ARG005
-    "square of a sum": (lambda output, target: output.sum() ** 2, "so that it is no mean over samples"),  # noqa: ARG005
-    "number of samples": (lambda output, target: len(output), "so that it is no mean over samples"),  # noqa: ARG005
+    "largest": (lambda output, target: output.max(), "over their halves, so that it is not a mean over samples"),  # noqa: ARG005
+    "square of a sum": (lambda output, target: output.sum() ** 2, "so that it is not a mean over samples"),  # noqa: ARG005
+    "number of samples": (lambda output, target: len(output), "so that it is not a mean over samples"),  # noqa: ARG005
 }
 
 
@@ -295,8 +295,8 @@ def test_the_axis_of_classes_is_found_or_asked_for() -> None:
         ({"record_every": 0}, "record_every must be at least 1, not 0"),
         ({"record_every": 2.5}, "record_every must be a whole number, not 2.5"),
         ({"scheduler": 5}, r"scheduler must be one of torch\.optim\.lr_scheduler, or what makes one .*, not 5"),
-        ({"callbacks": [3]}, "callbacks: 3 is no callback: give objects with some of the hooks on_fit_start, "),
-        ({"callbacks": [Callback]}, "callbacks: <class .*Callback'> is no callback"),
+        ({"callbacks": [3]}, "callbacks: 3 is not a callback: give objects with some of the hooks on_fit_start, "),
+        ({"callbacks": [Callback]}, "callbacks: <class .*Callback'> is not a callback"),
         ({"callbacks": 3}, "callbacks must be a list of callbacks, not 3"),
     ],
 )

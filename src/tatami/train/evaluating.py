@@ -36,7 +36,7 @@ def evaluate(
 
     Raises:
         InputError: the ranks were given different data; metrics where nothing but the loss is known; or a metric that, on
-            any rank, fails, is no number, or is no mean over samples.
+            any rank, fails, gives something else than a number, or is not a mean over samples.
     """
     if metrics and objective.training_step is not None:
         raise InputError("metrics are of outputs, which a training_step keeps to itself; give the Trainer a loss instead")
@@ -126,7 +126,7 @@ def _joined(parts: list[Any]) -> Any:
 Metric = Callable[[Any, Any], float]
 """(output, target) of some samples -> a mean over these samples."""
 _MEAN = 1e-3
-"""Relative difference from which a metric is no mean over samples."""
+"""Relative difference from which a metric is not a mean over samples."""
 
 
 def _measured(metrics: Mapping[str, Metric], objective: Objective, output: Any, batch: Any, *, check: bool) -> torch.Tensor:
@@ -136,7 +136,7 @@ def _measured(metrics: Mapping[str, Metric], objective: Objective, output: Any, 
         check: whether each metric of one's own is tried on halves of the samples.
 
     Raises:
-        InputError: a metric fails, is no number, or is no mean over samples.
+        InputError: a metric fails, gives something else than a number, or is not a mean over samples.
     """
     target, samples, sums = objective.target_of(batch), samples_of(batch), list[float]()
     for name, metric in metrics.items():
@@ -202,8 +202,8 @@ def _check_mean(name: str, metric: Metric, output: Any, target: Any, *, samples:
     if abs(whole - mean) > allowed or math.isnan(whole) != math.isnan(mean):
         raise InputError(
             f"the metric {name!r} is {whole:g} over {samples} samples and {parts[0]:g} and {parts[1]:g} over their halves, so "
-            "that it is no mean over samples, and would depend on the number of ranks. Give a mean over samples, or compute it "
-            "from Trainer.predict"
+            "that it is not a mean over samples, and would depend on the number of ranks. Give a mean over samples, or compute "
+            "it from Trainer.predict"
         )
 
 

@@ -142,7 +142,7 @@ class Callbacks:
         for each in self._all:
             if isinstance(each, type) or not any(hasattr(each, name) for name in ("state_dict", *_HOOKS)):
                 raise InputError(
-                    f"callbacks: {each!r} is no callback: give objects with some of the hooks {', '.join(_HOOKS)}, such as "
+                    f"callbacks: {each!r} is not a callback: give objects with some of the hooks {', '.join(_HOOKS)}, such as "
                     "one of a class made from tatami.train.Callback"
                 )
 
