@@ -118,6 +118,10 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do() -> None:
     work = Workload.mlp(4, 8, 2, samples=16)
     with pytest.raises(PlanError, match="which machines"):
         tatami.plan(work)
+    with pytest.raises(InputError, match=r"batch_size must be a whole number, not 2\.5"):
+        tatami.plan(net(), speeds=SPEEDS, batch_size=2.5)  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match=r"planners=\[\] names none: leave it out to compare all"):
+        tatami.plan(net(), speeds=SPEEDS, batch_size=4, planners=[])
     with pytest.raises(PlanError, match="Give batch_size"):
         tatami.plan(net(), speeds=SPEEDS)
     with pytest.raises(PlanError, match="'srpm' is a planner, and needs a cluster and a workload"):

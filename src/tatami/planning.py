@@ -14,6 +14,7 @@ from tatami import tiling
 from tatami.cluster import Cluster, fastest, listed_speeds, read_cluster
 from tatami.cluster.changes import changed, with_more, without
 from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
+from tatami.inputs import check_at_least
 from tatami.report.machines import display_names, machine_lines, machine_table
 from tatami.report.recommended import plan_table, recommendation, time_words
 from tatami.report.staged import staged_lines, staged_recommendation, staged_time_words
@@ -228,6 +229,9 @@ def plan(
         return tiling.plan(model, cluster=cluster, workload=workload, speeds=speeds, cost=cost)
     if workload is not None:
         raise PlanError("workload= goes with a planner; give the workload in place of the network: tatami.plan(workload, ...)")
+    check_at_least(1, batch_size=batch_size)
+    if planners is not None and not planners:
+        raise PlanError("planners=[] names none: leave it out to compare all planners, or name some of tatami.tiling.PLANNERS")
     machines = _machines(cluster, speeds)
     summary = ""
     if isinstance(model, Workload):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +22,9 @@ Logger = Literal["wandb", "mlflow"] | Callable[[Mapping[str, float], int], objec
 
 
 class Records:
-    """Writes records as JSON lines, and their numbers to TensorBoard. All ranks may make one; a Trainer writes to rank 0's.
+    """Writes records as JSON lines, and their numbers to TensorBoard. A Trainer writes to that of rank 0 only.
 
-    Files are made with the first record, so that a rank is not refused because another one has made them.
+    Files are made with the first record, so that no rank is refused because another one has made them.
 
     Args:
         path: the JSON lines; None writes none.
@@ -53,22 +54,26 @@ class Records:
             check_output(path, force=force)
         if tensorboard is not None:
             check_folder(tensorboard)
-            if find_spec("tensorboard") is None:
-                raise MissingExtraError("tensorboard", extra="tensorboard")
         self._path, self._force = path, force
         self._file: TextIO | None = None
         self._settings = settings
         self._board: Any = None
-        self._board_folder = tensorboard
+        self._make_board: Callable[[], Any] | None = None
         check_loggers(loggers)
         self._loggers = [_function_of(each, settings or {}) for each in loggers]
         self.kept: list[dict[str, Any]] | None = None
         """What was written since it was made a list: the records of a report."""
+        if tensorboard is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise MissingExtraError("tensorboard", extra="tensorboard") from error
+            self._make_board = partial(SummaryWriter, str(tensorboard))
 
     @property
     def wanted(self) -> bool:
         """Whether anything becomes of what is written."""
-        return bool(self._path or self._board_folder or self._loggers) or self.kept is not None
+        return bool(self._path or self._make_board or self._loggers) or self.kept is not None
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         """Record that `event` happened after `iteration`; numbers among `values`, and in their mappings, become curves."""
@@ -77,12 +82,10 @@ class Records:
         if self._path is not None:
             file = self._file or self._open("w")
             file.write(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
-        if self._board_folder is not None or self._loggers:
+        if self._make_board is not None and self._board is None:
+            self._board = self._make_board()
+        if self._board is not None or self._loggers:
             numbers = dict(_numbers(event, values))
-            if self._board_folder is not None and self._board is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(self._board_folder))
             for name, value in numbers.items() if self._board is not None else ():
                 self._board.add_scalar(name, value, iteration)
             for log in self._loggers if numbers else ():

@@ -29,7 +29,9 @@ from tatami.errors import ClusterError, OutputExistsError, PlanError
 from tatami.workload import parse_net
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
-NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda name: name.strip() != "")
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1, max_size=8).filter(
+    lambda name: name.strip() != ""
+)
 LINKS = st.builds(
     Link, bandwidth_bytes_per_s=st.floats(1e-3, 1e15), latency_s=st.floats(0, 60) | st.sampled_from([0.0, 50e-6, 1e-3])
 )
@@ -290,6 +292,11 @@ def test_all_faults_at_once_each_with_its_path() -> None:
             f'[[processors]]\nname = "{"n" * 300}"\nspeed = 1',
             "processors[0].name: must be a text of 1 to 255 characters, not 'nnn",
         ),
+        (
+            '[[processors]]\nname = "a\\u001B[2J"\nspeed = 1',
+            r"processors[0].name: must have no control characters, such as a new line, but is 'a\x1b[2J'",
+        ),
+        (ONE + 'host = "b\\nc"', r"processors[0].host: must have no control characters, such as a new line, but is 'b\nc'"),
         (ONE + 'memory = "1e30 GB"', "processors[0].memory: must be at most 8,192 PiB, not '1e30 GB'"),
         (ONE + "[local]\nbandwidth = 1e308\nlatency = 0", "local.bandwidth: must be at most 8,000,000 Tbit/s, not 1e+308"),
         (ONE + "[local]\nlatency = 1e308", "local.latency: must be at most 31,710 y, not 1e+308"),

@@ -24,7 +24,7 @@ from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.train import METRICS, Callback, LRSchedulerConfig, ModelCheckpoint, Trainer
 from tatami.train.evaluating import accuracy
-from tiled_rig import some_layouts, tiled
+from tiled_rig import simple_layout, some_layouts, tiled
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -206,6 +206,73 @@ def test_metrics_by_name(comm: AbstractCommunicator) -> None:
         trainer.evaluate((x, y), batch_size=7, metrics=["f1"])
 
 
+@pytest.mark.parametrize("ignored", [-100, 1])
+def test_accuracy_leaves_out_what_the_loss_leaves_out(comm: AbstractCommunicator, ignored: int) -> None:
+    """Batches, and ranks, with different numbers of targets that count; one batch, and all of them, with none."""
+    x, y = inputs()
+    y[:9], y[10] = ignored, ignored
+    trainer = trainer_of(comm, loss=nn.CrossEntropyLoss(ignore_index=ignored))
+    with torch.no_grad():
+        output, counts = NETWORK(x), y != ignored
+    expected = float((output.argmax(1) == y)[counts].double().mean())
+    found = trainer.evaluate((x, y), batch_size=7, metrics=["accuracy"])
+    assert found == pytest.approx({"loss": float(F.cross_entropy(output[counts], y[counts])), "accuracy": expected})
+    nothing = trainer.evaluate((x, torch.full_like(y, ignored)), batch_size=7, metrics=["accuracy"])
+    assert nothing == pytest.approx({"loss": torch.nan, "accuracy": torch.nan}, nan_ok=True)
+
+
+def raises(output: torch.Tensor, target: torch.Tensor) -> float:  # noqa: ARG001
+    raise ValueError("no such class")
+
+
+METRICS_OF_ONES_OWN: dict[str, tuple[Any, str]] = {
+    "raises": (raises, "failed with ValueError: no such class"),
+    "a tensor": (lambda output, target: output, r"gives a Tensor of shape \(\d+, 2\); it must give one number"),  # noqa: ARG005
+    "nothing": (lambda output, target: None, "gives a NoneType; it must give one number"),  # noqa: ARG005
+    "largest": (lambda output, target: output.max(), "over their halves, so that it is not a mean over samples"),  # noqa: ARG005
+    "square of a sum": (lambda output, target: output.sum() ** 2, "so that it is not a mean over samples"),  # noqa: ARG005
+    "number of samples": (lambda output, target: len(output), "so that it is not a mean over samples"),  # noqa: ARG005
+}
+
+
+@pytest.mark.parametrize("name", METRICS_OF_ONES_OWN)
+def test_a_metric_that_is_no_mean_over_samples_is_refused_by_name(comm: AbstractCommunicator, name: str) -> None:
+    metric, match = METRICS_OF_ONES_OWN[name]
+    trainer = trainer_of(comm)
+    for use in (
+        lambda: trainer.evaluate(inputs(), batch_size=20, metrics={"mine": metric}),
+        lambda: trainer.fit(inputs(), batch_size=8, epochs=1, validation=inputs(), metrics={"mine": metric}),
+    ):
+        with pytest.raises(InputError, match=f"the metric 'mine' .*{match}"):
+            use()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_metric_that_fails_on_one_rank_is_refused_on_all(comm: AbstractCommunicator) -> None:
+    """In the first batch, or in a later one; the ranks can go on afterwards."""
+    model = tiled(NETWORK, comm, layout=simple_layout(*([rank] for rank in range(comm.size))), batch_size=8)
+    trainer = Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss())
+    for batch_size in (SAMPLES, 8):
+        calls: list[int] = []
+
+        def fails(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> Any:
+            calls.append(len(output))
+            return target if comm.rank == 1 and sum(calls) >= SAMPLES // comm.size else 0.0
+
+        with pytest.raises(InputError, match="the metric 'mine' gives a Tensor"):
+            trainer.evaluate(inputs(), batch_size=batch_size, metrics={"mine": fails})
+        assert comm.allgather_object(1) == [1] * comm.size
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mean_over_samples_is_a_metric_in_every_precision(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
+    x, y = inputs()
+    with torch.no_grad():
+        expected = float(NETWORK(x).abs().mean())
+    found = trainer_of(comm).evaluate((x, y), batch_size=11, metrics={"size": lambda o, _: o.to(dtype).abs().mean()})
+    assert found["size"] == pytest.approx(expected, rel={torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2))
+
+
 def test_the_axis_of_classes_is_found_or_asked_for() -> None:
     scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
     assert accuracy(scores, torch.tensor([1, 0, 0])) == pytest.approx(2 / 3)
@@ -219,6 +286,23 @@ def test_the_axis_of_classes_is_found_or_asked_for() -> None:
         accuracy(torch.zeros(2, 3), torch.zeros(3))
     with pytest.raises(InputError, match="they must be alike"):
         METRICS["mean_squared_error"](torch.zeros(2, 3), torch.zeros(2))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"record_every": 0}, "record_every must be at least 1, not 0"),
+        ({"record_every": 2.5}, "record_every must be a whole number, not 2.5"),
+        ({"scheduler": 5}, r"scheduler must be one of torch\.optim\.lr_scheduler, or what makes one .*, not 5"),
+        ({"callbacks": [3]}, "callbacks: 3 is not a callback: give objects with some of the hooks on_fit_start, "),
+        ({"callbacks": [Callback]}, "callbacks: <class .*Callback'> is not a callback"),
+        ({"callbacks": 3}, "callbacks must be a list of callbacks, not 3"),
+    ],
+)
+def test_wrong_options_are_refused_with_what_to_give(comm: AbstractCommunicator, option: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        trainer_of(comm, **option)
 
 
 def test_loggers_get_the_numbers_of_rank_0(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ class OwnLoss(nn.Module):
         (partial(partial(F.mse_loss, reduction="sum")), "sum"),
         (partial(F.mse_loss), "mean"),
         (partial(nn.L1Loss(reduction="sum")), "sum"),
+        (nn.KLDivLoss(reduction="batchmean"), "mean"),
+        (partial(F.kl_div, reduction="batchmean"), "mean"),
         (tells_sum, "sum"),
         (partial(tells_sum, reduction="mean"), "mean"),
     ],
@@ -82,6 +84,7 @@ def test_losses_that_do_not_tell(loss: Any) -> None:
     [
         (partial(F.mse_loss, size_average=False), None, "torch's old size_average; give reduction="),
         (partial(F.mse_loss, reduce=False), None, "torch's old reduce; give reduction="),
+        (partial(F.mse_loss, reduction="batchmean"), None, "'mean' or 'sum', not by 'batchmean'"),
         (nn.MSELoss(reduction="none"), None, "'mean' or 'sum', not by 'none'"),
         (summed, "total", "reduction must be 'mean' or 'sum', as the loss function's own, not 'total'"),
     ],
@@ -236,6 +239,43 @@ def test_means_over_the_targets_that_count_are_those_of_one_machine(world: World
         return history
 
     check_fit(world, gpt(), expected, fit, batch_size=BATCH, sample=data)
+
+
+def test_the_mean_over_samples_of_a_divergence(comm: AbstractCommunicator) -> None:
+    """In the Trainer, which is not told that it is a mean, and in a loop of one's own."""
+    plain, loss = nn.Sequential(mlp(4, 6, 3), nn.LogSoftmax(-1)), nn.KLDivLoss(reduction="batchmean")
+    built, (x, y) = nn.Sequential(mlp(4, 6, 3), nn.LogSoftmax(-1)), batch()
+    y = y.softmax(-1)
+    updates = [(x[:4], y[:4]), (x[4:], y[4:])]
+    options: dict[str, Any] = {"batch_size": 4, "layout": some_layouts(comm.size)[-1], "speeds": "equal"}
+    model = tile(built, comm, **options, reduction="mean")
+    loss(model(model.local(updates[0])[0]), model.local(updates[0])[1]).backward()
+    loss(plain(updates[0][0]), updates[0][1]).backward()
+    assert_close(whole_gradients(model), gradients(plain), what="gradients")
+    expected = plain_fit(plain, updates, loss=lambda model, batch: loss(model(batch[0]), batch[1]), optimizer=SGD)
+    history = Trainer(tile(built, comm, **options), optimizer=SGD, loss=loss).fit(updates, epochs=1)
+    assert history.losses == pytest.approx(expected[0], rel=1e-10)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_batch_none_of_whose_targets_counts_has_no_part_in_its_update(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    """It is an error only where the whole update has no target that counts."""
+    plain, built = mlp(4, 6, 3), mlp(4, 6, 3)
+    x, y = torch.cat([drawn() - 0.3 * number for number in range(5)]), torch.arange(30) % 3
+    y[6:18], y[20] = -100, -100
+    updates = [(x[:12], y[:12]), (x[12:24], y[12:24]), (x[24:], y[24:])]
+    expected = plain_fit(plain, updates, loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), optimizer=SGD)
+
+    def fit(target: torch.Tensor) -> History:
+        model = tile(built, comm, batch_size=6, speeds="equal", layout=some_layouts(comm.size)[-1], reduction="mean")
+        trainer = Trainer(
+            model, optimizer=SGD, loss=nn.CrossEntropyLoss(), accumulate_grad_batches=2, rescue_dir=tmp_path / str(comm.rank)
+        )
+        return trainer.fit((x, target), batch_size=6, epochs=1, shuffle=False)
+
+    assert fit(y).losses == pytest.approx(expected[0], rel=1e-10)
+    with pytest.raises(NotFiniteError, match=r"the loss is nan on rank 0 .* in iteration 2"):
+        fit(torch.cat([y[:12], torch.full((12,), -100), y[24:]]))
 
 
 def test_the_loss_inside_of_a_followed_network_is_counted_too() -> None:

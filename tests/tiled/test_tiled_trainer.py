@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,35 @@ def test_evaluation_weighs_by_samples(comm: AbstractCommunicator, reduction: str
         assert history.validation[-1] == pytest.approx(trainer.evaluate((x, y), batch_size=SAMPLES, metrics={"near": near}))
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_network_that_is_not_tiled_predicts_from_inputs_alone(comm: AbstractCommunicator) -> None:
+    built, (x, y) = network(), inputs()
+    expected = built(x).detach()
+    data: list[tuple[Any, int | None]] = [(x, 9), ((x,), 9), ((x, y), 9), ([x[:9], x[9:18], x[18:]], None)]
+    for each, batch_size in data:
+        trainer = Trainer(built, comm=comm, optimizer=SGD, loss=nn.MSELoss(), tile=partial(tile, speeds="equal", quiet=True))
+        torch.testing.assert_close(trainer.predict(each, batch_size=batch_size), expected)
+
+
+def test_a_list_of_batches_is_an_iterable_of_batches(comm: AbstractCommunicator) -> None:
+    built, (x, y) = network(), inputs()
+    batches = [(x[at : at + 9], y[at : at + 9]) for at in range(0, SAMPLES, 9)]
+    found = []
+    for data in (batches, iter(batches)):
+        trainer = Trainer(
+            tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=9), optimizer=SGD, loss=nn.MSELoss()
+        )
+        losses = trainer.fit(data, epochs=1).losses
+        found.append((losses, trainer.evaluate(batches)["loss"]))
+    assert found[0] == found[1]
+    history = trainer.fit(batches, epochs=1, validation=batches)
+    assert history.validation[0]["loss"] == pytest.approx(trainer.evaluate((x, y), batch_size=SAMPLES)["loss"])
+    with pytest.raises(InputError, match="say batch_size"):
+        trainer.fit([(x[0], 1.0), (x[1], 2.0), (x[2], 0.0)], epochs=1)
+    with pytest.raises(InputError, match=r"metrics \(accuracy\) are of the validation, and there is none"):
+        trainer.fit(batches, epochs=1, metrics=["accuracy"])
+
+
 def test_an_evaluation_between_iterations_is_in_no_iteration(comm: AbstractCommunicator) -> None:
     """Its tensor-parallel sums would lengthen the t1 of the next one."""
     built = network()
@@ -287,9 +317,12 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
         def finish(self) -> None:
             self.events.append("finish")
 
-    path = tmp_path / "run.jsonl"
+    path, board = tmp_path / "run.jsonl", tmp_path / "board"
     progress = Told()
-    with Records(path if comm.rank == 0 else None) as records:
+    with Records(path, tensorboard=board) as records:
+        comm.barrier()
+        assert not path.exists()
+        assert not board.exists()
         model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
         trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), records=records, record_every=2, progress=progress)
         trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
@@ -304,6 +337,7 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
             ("train", 4),
             ("end", 4),
         ]
+        assert len(list(board.iterdir())) == 1
         num_lines = len(lines)
         assert lines.pop()["stopped"] == "epochs"
         assert {each.partition(" on ")[0] for each in lines.pop(0)["ranks"].values()} >= {str(os.getpid())}
@@ -318,6 +352,18 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
         with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
             Records(path)
         Records(path, force=True).close()
+        with Records(tmp_path / "new.jsonl", force=comm.size > 1) as late:
+            assert not (tmp_path / "new.jsonl").exists()
+            (tmp_path / "new.jsonl").write_text("other\n", encoding="utf-8")
+            with pytest.raises(OutputExistsError, match=r"new\.jsonl exists") if comm.size == 1 else nullcontext():
+                late.write("end", iteration=1, values={})
+        text = (tmp_path / "new.jsonl").read_text(encoding="utf-8")
+        assert text == ("other\n" if comm.size == 1 else '{"event": "end", "iteration": 1}\n')
+        with Records(tmp_path / "late.jsonl") as late:  # where another rank was the first one before
+            (tmp_path / "late.jsonl").write_text(text, encoding="utf-8")
+            late.resume(iteration=1)
+            late.write("end", iteration=2, values={})
+        assert (tmp_path / "late.jsonl").read_text(encoding="utf-8") == '{"event": "end", "iteration": 2}\n'
         assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
         with pytest.raises(InputError, match="/dev/full is a device"):
             Records(Path("/dev/full"), force=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -220,6 +221,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def name_of(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_NAME:
         raise InputError(f"must be a text of 1 to {_LONGEST_NAME} characters, not {_shown(value)}")
+    if any(unicodedata.category(character) == "Cc" for character in value):
+        raise InputError(f"must have no control characters, such as a new line, but is {shortened(value)!r}")
     return value
 
 

@@ -73,6 +73,9 @@ def reduction_of(loss: Loss, *, given: LossReduction | None, otherwise: LossRedu
         raise InputError(
             f"the loss {_name(loss)} is given torch's old {' and '.join(old)}; give reduction='mean' or 'sum' instead"
         )
+    function = _function(loss)
+    if own == "batchmean" and (function is F.kl_div or isinstance(function, nn.KLDivLoss)):
+        own = "mean"  # over samples, of sums over classes
     if own is None:
         own = given or otherwise
     if own is None:
@@ -84,7 +87,6 @@ def reduction_of(loss: Loss, *, given: LossReduction | None, otherwise: LossRedu
         raise InputError(f"the loss must reduce to one number by 'mean' or 'sum', not by {own!r}")
     if given is not None and own != given:
         raise InputError(f"the loss {_name(loss)} reduces by {own!r}, but the Trainer was given reduction={given!r}")
-    function = _function(loss)
     divides = function in _CLASS_WEIGHTS or isinstance(function, _CLASS_WEIGHTS[:2])
     if own == "mean" and divides and setting_of(loss, "weight") is not None:
         raise InputError(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from tatami.batch import samples_of
-from tatami.errors import InputError
+from tatami.comm.agreement import problems_of
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.refusals import known_to_all
+from tatami.errors import CommError, InputError
 from tatami.model.model import TiledModel
-from tatami.runtime.losses import CountedMeans
+from tatami.runtime.losses import IGNORED, CountedMeans
 from tatami.runtime.precision import Precision, autocast
+from tatami.tiling import Span
 from tatami.train.batches import AbstractBatches
 from tatami.train.objective import Objective
 
@@ -30,17 +35,17 @@ def evaluate(
     """The loss under "loss", and the metrics, each a mean over all samples. Collective.
 
     Raises:
-        InputError: the ranks were given different data; or metrics where nothing but the loss is known.
+        InputError: the ranks were given different data; metrics where nothing but the loss is known; or a metric that, on
+            any rank, fails, gives something else than a number, or is not a mean over samples.
     """
     if metrics and objective.training_step is not None:
         raise InputError("metrics are of outputs, which a training_step keeps to itself; give the Trainer a loss instead")
     _begin(model, batches)
-    sums = torch.zeros(2 + len(metrics), dtype=torch.float64, device="cpu")
-    samples = 0
+    sums = torch.zeros(2 + 2 * len(metrics), dtype=torch.float64, device="cpu")
+    is_judged, is_first, problem = False, True, None
     with _looking(model, precision):
         for portion in batches.epoch(0, model, agree=True):
             batch, here = portion.here, samples_of(portion.here)
-            samples += portion.size
             counts = model.speaks_for_replica and here > 0
             output: Any = None
             loss: torch.Tensor | None = None
@@ -51,17 +56,27 @@ def evaluate(
                 else:
                     output = objective.run(model, batch)
                     loss = objective.judge(output, batch) if counts else None
-            if not counts or loss is None:
-                continue
-            sums[0] += loss.item() * (here if counting is not None else 1)
-            sums[1] += here * (1 - counting.left_out(loss)) if counting is not None else 0.0
-            for index, metric in enumerate(metrics.values(), start=2):
-                sums[index] += metric(output, objective.target_of(batch)) * here
+            if counts and loss is not None:
+                sums[0] += loss.item() * (here if counting is not None else 1)
+                sums[1] += here * (1 - counting.left_out(loss)) if counting is not None else 0.0
+                try:
+                    sums[2:] += _measured(metrics, objective, output, batch, check=not is_judged)
+                    is_judged = True
+                except CommError:
+                    raise
+                except Exception as error:
+                    problem = problem or error
+            if metrics and is_first:
+                _refuse(model.comm, problem)
+                is_first = False
+    if metrics:
+        _refuse(model.comm, problem)
     model.comm.allreduce(sums)
-    loss_sum, counted, *rest = sums.tolist()
-    means = {name: total / samples for name, total in zip(metrics, rest, strict=True)}
-    mean = loss_sum / counted if counted else math.nan
-    return {"loss": mean if model.reduction == "mean" else loss_sum, **means}
+    found = {
+        name: total / weight if weight else math.nan
+        for name, (total, weight) in zip(("loss", *metrics), sums.reshape(-1, 2).tolist(), strict=True)
+    }
+    return found if model.reduction == "mean" else {**found, "loss": float(sums[0])}
 
 
 def predict(model: TiledModel, batches: AbstractBatches, objective: Objective, *, precision: Precision | None) -> Any:
@@ -110,10 +125,97 @@ def _joined(parts: list[Any]) -> Any:
 
 Metric = Callable[[Any, Any], float]
 """(output, target) of some samples -> a mean over these samples."""
+_MEAN = 1e-3
+"""Relative difference from which a metric is not a mean over samples."""
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
+def _measured(metrics: Mapping[str, Metric], objective: Objective, output: Any, batch: Any, *, check: bool) -> torch.Tensor:
+    """For each metric, its sum over the samples of this rank, and how many samples' worth of targets count.
+
+    Args:
+        check: whether each metric of one's own is tried on halves of the samples.
+
+    Raises:
+        InputError: a metric fails, gives something else than a number, or is not a mean over samples.
+    """
+    target, samples, sums = objective.target_of(batch), samples_of(batch), list[float]()
+    for name, metric in metrics.items():
+        weight, used = float(samples), metric
+        if metric is accuracy:
+            weight *= _counted(target, objective.ignored)
+            used = partial(accuracy, ignored=objective.ignored)
+        elif check and metric not in METRICS.values():
+            _check_mean(name, metric, output, target, samples=samples)
+        # The mean over no target is not a number.
+        sums += [weight * _number(name, used, output, target)[0], weight] if weight else [0.0, 0.0]
+    return torch.tensor(sums, dtype=torch.float64, device="cpu")
+
+
+def _refuse(comm: AbstractCommunicator, problem: Exception | None) -> None:
+    """Raise on all ranks what a metric has raised on one. Collective."""
+    problems = problems_of(comm, problem and str(problem))
+    if problems:
+        raise known_to_all(InputError(next(iter(problems.values())))) from problem
+
+
+def _number(name: str, metric: Callable[..., Any], output: Any, target: Any) -> tuple[float, float]:
+    """What a metric gives, and by how much that may be rounded.
+
+    Raises:
+        InputError: the metric fails, or gives something else than a number.
+    """
+    try:
+        value = metric(output, target)
+    except (InputError, CommError):
+        raise
+    except Exception as error:
+        raise InputError(f"the metric {name!r} failed with {type(error).__name__}: {error}") from error
+    try:
+        low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return float(value), 2 * torch.finfo(value.dtype).eps if low else 0.0
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise InputError(
+            f"the metric {name!r} gives a {type(value).__name__}{shape}; it must give one number, the mean over the samples"
+        ) from None
+
+
+def _check_mean(name: str, metric: Metric, output: Any, target: Any, *, samples: int) -> None:
+    """
+    Raises:
+        InputError: the metric of these samples is not the mean of those of their halves, so that the mean over the ranks and
+            batches would depend on how many there are.
+    """
+    leaves, structure = pytree.tree_flatten((output, target))
+    cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
+    is_known = all(leaf.shape[0] == samples if is_cut else leaf is None for leaf, is_cut in zip(leaves, cut, strict=True))
+    if samples < 2 or not is_known:
+        return
+    whole, rounding = _number(name, metric, output, target)
+    spans = Span(0, samples // 2), Span(samples // 2, samples)
+    halves = [
+        pytree.tree_unflatten([leaf if leaf is None else leaf[span.slice()] for leaf in leaves], structure) for span in spans
+    ]
+    parts = [_number(name, metric, *half)[0] for half in halves]
+    mean = sum(part * span.size for part, span in zip(parts, spans, strict=True)) / samples
+    allowed = max(_MEAN, rounding) * max(map(abs, (whole, *parts)))
+    if abs(whole - mean) > allowed or math.isnan(whole) != math.isnan(mean):
+        raise InputError(
+            f"the metric {name!r} is {whole:g} over {samples} samples and {parts[0]:g} and {parts[1]:g} over their halves, so "
+            "that it is not a mean over samples, and would depend on the number of ranks. Give a mean over samples, or compute "
+            "it from Trainer.predict"
+        )
+
+
+def _counted(target: Any, ignored: int) -> float:
+    """The share of targets that count."""
+    return float((target != ignored).double().mean()) if isinstance(target, torch.Tensor) and target.numel() else 1.0
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor, *, ignored: int = IGNORED) -> float:
     """The share of targets that have the highest score: (samples, classes, ...) or (samples, ..., classes), as (samples, ...).
+
+    Targets of `ignored` are left out, as losses leave them out.
 
     Raises:
         InputError: shapes that do not belong together, or of which both axes could be the classes.
@@ -126,7 +228,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
             f"accuracy: the output is {tuple(output.shape)} and the target {tuple(target.shape)}, so that {why}; give a "
             "function of (output, target) as the metric"
         )
-    return float((output.argmax(axes[0]) == target).double().mean())
+    return float((output.argmax(axes[0]) == target)[target != ignored].double().mean())
 
 
 def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from tatami.batch import cut_batch, samples_of
 from tatami.errors import InputError
 from tatami.partition.tracing.mixing import Judged, outputs_to_judge, refuse_other_loss
 from tatami.partition.tracing.restore_state import unchanged
-from tatami.runtime.losses import Loss, LossReduction, check_reduction, reduction_of, setting_of
+from tatami.runtime.losses import IGNORED, Loss, LossReduction, check_reduction, reduction_of, setting_of
 from tatami.tiling import Span
 
 TrainingStep = Callable[[Any, Any], torch.Tensor]
@@ -143,6 +143,12 @@ class Objective:
         if self.loss is None and self.target is None:
             return batch
         return batch[self._target_key(batch)] if isinstance(batch, Mapping) else self._split(batch)[1]
+
+    @property
+    def ignored(self) -> int:
+        """The target that the loss leaves out."""
+        found = setting_of(self.loss, "ignore_index") if self.loss is not None else None
+        return found if isinstance(found, int) else IGNORED
 
     def may_leave_out(self, batch: Any) -> bool:
         """Whether a mean may leave some of these targets out; False only where that is certain."""

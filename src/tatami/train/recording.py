@@ -163,6 +163,8 @@ class RunRecorder:
         """In an elastic run ranks have come or gone. What was spent under the tiling of before is of no use any more."""
         self._spent_s, self._num_spent = {}, 0
         now = self._model.names
+        if now[0] != before[0] and self._model.comm.rank == 0:
+            self._records.resume(iteration=iteration)  # where the first rank of before has written to the same file
         gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
         why = [f"{', '.join(names)} {what}" for names, what in ((gone, "gone"), (come, "joined")) if names]
         self._tell_processes(iteration)

@@ -35,6 +35,11 @@ class LRSchedulerConfig:
     monitor: str = "loss"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.scheduler, LRScheduler) and not callable(self.scheduler):
+            raise InputError(
+                "scheduler must be one of torch.optim.lr_scheduler, or what makes one from the optimizer, as "
+                f"partial(torch.optim.lr_scheduler.StepLR, step_size=10), not {self.scheduler!r}"
+            )
         if self.interval not in get_args(Interval):
             raise InputError(f"interval must be 'epoch' or 'step', not {self.interval!r}")
         check_at_least(1, frequency=self.frequency)
@@ -120,11 +125,26 @@ class Callback:
         """An error ends the run, perhaps on this rank alone: nothing collective here."""
 
 
+_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
 class Callbacks:
-    """All callbacks of a Trainer, in their order. Any object that has some of the hooks will do."""
+    """All callbacks of a Trainer, in their order. Any object that has some of the hooks, or a state to be saved, will do.
+
+    Raises:
+        InputError: something else is among them, or they are no list.
+    """
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise InputError(f"callbacks must be a list of callbacks, not {callbacks!r}")
         self._all = tuple(callbacks)
+        for each in self._all:
+            if isinstance(each, type) or not any(hasattr(each, name) for name in ("state_dict", *_HOOKS)):
+                raise InputError(
+                    f"callbacks: {each!r} is not a callback: give objects with some of the hooks {', '.join(_HOOKS)}, such as "
+                    "one of a class made from tatami.train.Callback"
+                )
 
     def __len__(self) -> int:
         return len(self._all)

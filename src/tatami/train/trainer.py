@@ -19,7 +19,7 @@ from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import called_by_all, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, MemoryLackError, ModelError
-from tatami.inputs import check_seed
+from tatami.inputs import check_at_least, check_seed
 from tatami.model.model import TiledModel
 from tatami.model.tile import tile as tile_network
 from tatami.model.whole_state import load_model, save_model
@@ -117,13 +117,16 @@ class Trainer:
         clock: Clock | None = None,
     ) -> None:
         check_seed(seed)
+        check_at_least(1, record_every=record_every)
         self._objective = Objective(loss=loss, training_step=training_step, target=target)
         own = model.reduction if isinstance(model, TiledModel) else None
         self._reduction = self._objective.reduction(given=reduction, otherwise=own)
         self._settings = UpdateSettings(
             accumulate_grad_batches=accumulate_grad_batches, precision=precision, gradient_clip_val=gradient_clip_val
         )
-        self._given_optimizer, self._given_scheduler, self._retiler = optimizer, scheduler, retile
+        if scheduler is not None and not isinstance(scheduler, LRSchedulerConfig):
+            scheduler = LRSchedulerConfig(scheduler=scheduler)
+        self._given_optimizer, self._schedule, self._retiler = optimizer, scheduler, retile
         self._callbacks = Callbacks(callbacks)
         check_loggers(loggers)
         if records is not None and loggers:
@@ -229,11 +232,14 @@ class Trainer:
         limits = Limits.of(epochs=epochs, iterations=iterations, stop_below=stop_below, max_time=max_time)
         batches = batches_of(data, batch_size=batch_size, seed=self._seed if shuffle else None)
         wanted = metrics_of(metrics)
+        if wanted and validation is None:
+            raise InputError(f"metrics ({', '.join(wanted)}) are of the validation, and there is none: give fit validation=...")
         self._tile_with(batches)
         model = self.model
         valid = None
         if validation is not None:
-            own_size = None if comes_in_batches(validation) else batch_size or model.workload.samples
+            are_lists = batch_size is None and isinstance(data, list) and isinstance(validation, list)  # both of batches
+            own_size = None if are_lists or comes_in_batches(validation) else batch_size or model.workload.samples
             valid = Validation(
                 batches=batches_of(validation, batch_size=own_size, name="the validation data set"), metrics=wanted
             )
@@ -303,7 +309,7 @@ class Trainer:
             (samples, ...) on the CPU, in the structure that the network returns.
         """
         batches = batches_of(data, batch_size=batch_size)
-        self._tile_with(batches)
+        self._tile_with(batches, inputs=self._objective.predicting)
         return self._whole(lambda: predict(self.model, batches, self._objective, precision=self._settings.precision))
 
     @called_by_all("Trainer.save")
@@ -324,7 +330,8 @@ class Trainer:
 
     def _whole(self, body: Callable[[], _Value]) -> _Value:
         """What `body`, a collective, returns; in an elastic run, again where a rank dies in it."""
-        return body() if self._repairs is None else self._repairs.whole(body)
+        with fail_together(self.model.comm):
+            return body() if self._repairs is None else self._repairs.whole(body)
 
     def _refuse_elastic(self, comm: AbstractCommunicator) -> None:
         """
@@ -341,14 +348,14 @@ class Trainer:
             if is_given:
                 refuse_elastic(comm, what)
 
-    def _tile_with(self, batches: AbstractBatches) -> None:
-        """Tile the network, where it is not tiled yet, with the first batch as its sample."""
+    def _tile_with(self, batches: AbstractBatches, *, inputs: Callable[[Any], Any] | None = None) -> None:
+        """Tile the network, where it is not tiled yet, with the first batch as its sample, of which `inputs` makes those."""
         if self._setup is not None:
             return
         first, batch_size = batches.sample(_SAMPLES)
         sample = None
         if self._objective.training_step is None and samples_of(first) > 1:
-            args, kwargs = self._objective.inputs(first)
+            args, kwargs = (inputs or self._objective.inputs)(first)
             if isinstance(self._tile.args[0], nn.Module):
                 check_keywords(self._tile.args[0], args, kwargs)
             sample = kwargs or args
@@ -395,9 +402,6 @@ class Trainer:
         self.optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
         check_optimizer(self.optimizer)
         check_parameters(self.optimizer, model)
-        schedule = self._given_scheduler
-        if schedule is not None and not isinstance(schedule, LRSchedulerConfig):
-            schedule = LRSchedulerConfig(scheduler=schedule)
         good = GoodState(model, folder=self._rescue_dir if model.rescue_copy else None)
         retiling = Retiling(model, self.optimizer, retiler=self._retiler) if self._retiler is not None else None
         is_first = model.comm.rank == 0
@@ -409,7 +413,7 @@ class Trainer:
             settings=self._settings,
             updates=Updates(model, self.optimizer, self._objective, settings=self._settings, good=good, retiling=retiling),
             good=good,
-            learning_rate=LearningRate(schedule, self.optimizer) if schedule is not None else None,
+            learning_rate=LearningRate(self._schedule, self.optimizer) if self._schedule is not None else None,
             retiling=retiling,
             callbacks=self._callbacks,
             records=(self._records or Records(loggers=self._loggers)) if writes else Records(),

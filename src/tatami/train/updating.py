@@ -83,6 +83,7 @@ class _Report:
         signals: their names.
         size: how many ranks there are.
         samples: of the batch, over all ranks.
+        counted_before: what `counted` was for the batches before, where the update ends with this one; None where it goes on.
     """
 
     numbers: list[float]
@@ -92,6 +93,7 @@ class _Report:
     signals: tuple[str, ...]
     size: int
     samples: int
+    counted_before: float | None = None
 
     @property
     def counted(self) -> float:
@@ -100,8 +102,13 @@ class _Report:
 
     @property
     def tells_of_error(self) -> bool:
-        """Whether a loss is not finite or of no target, or the epoch ends on some ranks only."""
-        return self.numbers[1] > 0 or self.counted == 0 or 0 < self.numbers[2] < self.size
+        """Whether a loss is not finite, no target of the update counts, or the epoch ends on some ranks only."""
+        return self.numbers[1] > 0 or self.is_of_nothing or 0 < self.numbers[2] < self.size
+
+    @property
+    def is_of_nothing(self) -> bool:
+        """Whether the update ends with this batch, and none of its targets counts."""
+        return self.counted_before is not None and self.counted_before + self.counted == 0
 
 
 class Updates:
@@ -199,6 +206,7 @@ class Updates:
         report = report or self._begin_report(
             value, batch, left_out=left_out, signals=signals, is_sent=update is None or not is_whole
         )
+        report.counted_before = self._counted if is_whole else None
         self._samples += size
         self._num_batches += 1
         end = functools.partial(self._end_batch, report, batch, iteration=iteration, epoch=epoch, batch_number=batch_number)
@@ -287,7 +295,7 @@ class Updates:
         given = dict(zip(report.signals, map(int, rest), strict=False))
         if self.retiling is not None:
             self.retiling.apply_totals(rest[len(given) :])
-        if num_bad or report.counted == 0:
+        if num_bad or report.is_of_nothing:
             self._rescue(report.value if num_bad else math.nan, iteration)  # a mean over no target is NaN
         if report.tells_of_error:
             ends = problems_of(comm, "ends" if batch.is_last else None)
