@@ -193,7 +193,7 @@ class GradientEngine:
             found: the pass.
             output: of the network.
             reduction: what the loss does with the samples.
-            axes: the axis of samples of each tensor of `output`, None for one without; the first where they are not known.
+            axes: the axis of samples of each tensor of `output`, None for one without; guessed where they are not known.
         """
         self._outside.end(self._begun_at)
         leaves: list[Any] = [output]
@@ -210,9 +210,11 @@ class GradientEngine:
                     refuse_mixed(found, f"the tensors of the {type(leaf).__name__} that it returns cannot be found")
         arrive = functools.partial(_on_output, weakref.ref(self), found, reduction)
         tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        axis_of = iter(axes if axes is not None and len(axes) == tensors else [0] * tensors)
+        known = iter(axes) if axes is not None and len(axes) == tensors else None
         for number, leaf in enumerate(leaves):
-            axis = next(axis_of) if isinstance(leaf, torch.Tensor) else None
+            axis = next(known) if known is not None and isinstance(leaf, torch.Tensor) else None
+            if known is None and isinstance(leaf, torch.Tensor):
+                axis = _likely_axis(leaf, samples=self._outside.samples)
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if found.is_mixed:
                     leaves[number] = leaf = Quotient.apply(found.quotient, leaf)  # type: ignore[no-untyped-call]
@@ -533,6 +535,14 @@ class GradientEngine:
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next(name for name, own in self._module.named_parameters() if own is parameter)
+
+
+def _likely_axis(output: torch.Tensor, *, samples: int | None) -> int | None:
+    """The axis of the samples of an output: the one that is as long; None where none is, or several are."""
+    if not samples or (output.dim() and output.shape[0] > samples and output.shape[0] % samples == 0):
+        return 0
+    found = [axis for axis, length in enumerate(output.shape) if length == samples]
+    return found[0] if len(found) == 1 else None
 
 
 def _retiled() -> ModelError:

@@ -38,6 +38,8 @@ _COUPLING = frozenset({
     "Softmax", "LogSoftmax", "Roll", "NativeBatchNorm", "CudnnBatchNorm",
 })  # fmt: skip
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
+_OVER_OTHERS = _REDUCING | {"NllLoss", "LinalgVectorNorm", "Norm", "Logsumexp", "Amax", "Amin"}
+"""Operations that may reduce each row to a number."""
 _TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
 _CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
 _CHOOSING = ("Index", "MaskedSelect")
@@ -73,7 +75,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             raise _couples(name)
         if bent and name in _REDUCING and _is_over_samples(node):  # such as the square of a mean, or its part of a difference
             raise _couples(bent)
-        if (multiplies and name in _MATRIX_PRODUCTS and _pairs(below)) or _is_broadcast_twice(below):
+        if _pairs(below) if multiplies and name in _MATRIX_PRODUCTS else _is_broadcast_twice(below):
             raise _couples(name)
         if name == "Slice" and _is_over_samples(node):
             cut.setdefault(node.next_functions[0], {})[_rows(node)] = None
@@ -147,31 +149,39 @@ def _couples(operation: str) -> InputError:
     return InputError(f"the loss takes {operation} of numbers of several samples. {_REMEDY}")
 
 
-def _is_over_samples(node: Any) -> bool:
-    """Whether an operation goes along the samples of an output of the network, or of what was made of it element by element.
+def _axes(node: Any, *, among: int) -> set[int]:
+    """The axes that an operation goes along, of so many; all of them where the graph does not say."""
+    if _operation(node).endswith("BatchNorm"):
+        return {0} if node._saved_training else set()
+    given = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    given = (given,) if isinstance(given, int) else given or range(among)
+    return {(axis - 2**64 if axis >= 2**63 else axis) % among for axis in given}  # torch keeps -1 without its sign
 
-    One of which the graph does not tell the axes, such as a roll without any, is taken to go along all of them.
-    """
+
+def _is_over_samples(node: Any) -> bool:
+    """Whether an operation goes along the samples of an output of the network, or of what was made of it row by row."""
     operand = node.next_functions[0][0]
     shape = () if operand is None else _shape(operand)
     if not shape or 0 in shape:
         return False
-    given = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
-    given = (given,) if isinstance(given, int) else given or range(len(shape))
-    axes = {(axis - 2**64 if axis >= 2**63 else axis) % len(shape) for axis in given}  # torch keeps -1 without its sign
-    if _operation(node).endswith("BatchNorm"):
-        axes = {0} if node._saved_training else set()
-
-    is_first = 0 in axes and len(axes) == 1
-
-    def leaves(other: Any) -> bool:
-        is_kept = _shape(other)[:1] == shape[:1] if is_first else _shape(other) == shape
-        return not is_kept or _operation(other) in _TURNING
-
-    def goes_along(other: Any) -> bool:
-        return is_output(other) and samples_axis(other) in axes
-
-    return leads_to([operand], goes_along, ends_at=leaves)
+    axes = _axes(node, among=len(shape))
+    waiting, seen = [operand], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name, shape = _operation(node), _shape(node)
+        if is_output(node) and samples_axis(node) in axes:
+            return True
+        if is_output(node) or name in _TURNING:
+            continue
+        for below in (other for other, _ in node.next_functions if other is not None):
+            own = _shape(below)
+            reduces = name in _OVER_OTHERS and axes == {0} and own[:1] == shape[:1] and len(own) > 1
+            if own == shape or (reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own)))):
+                waiting.append(below)
+    return False
 
 
 def _rows(node: Any) -> range:
@@ -224,10 +234,11 @@ def _is_broadcast_twice(operands: list[Any]) -> bool:
     """Whether an element-wise operation takes each sample with each: of shapes (samples, 1) and (1, samples)."""
     if len(operands) != 2 or len({*map(_shape, operands)}) == 1:
         return False
-    one, other = map(_shape, operands)
-    pairs = list(zip(one[::-1], other[::-1], strict=False))
-    wide = {a for a, b in pairs if b == 1 < a} & {b for a, b in pairs if a == 1 < b}
-    return bool(wide) and bool(wide & _samples_of(operands[0]) & _samples_of(operands[1]))
+    most = max(len(_shape(each)) for each in operands)
+    one, other = sorted(((1,) * (most - len(_shape(each))) + _shape(each) for each in operands), key=lambda shape: -shape[0])
+    if not one[0] > other[0] == 1 or not any(a == 1 and b == one[0] for a, b in zip(one, other, strict=True)):
+        return False
+    return one[0] in _samples_of(operands[0]) & _samples_of(operands[1])
 
 
 def _chosen(nodes: Iterable[Any]) -> int | None:

@@ -51,7 +51,8 @@ class DataParallel(nn.Module):
     ranks share one.
 
     A mean that is not over samples is refused where the graph of the loss shows it (a root, a masked mean, a cross-entropy with
-    class weights or targets of -100); `over_batch` makes it exact. Losses that compare samples with each other are not noticed.
+    class weights or targets of -100); `over_batch` makes it exact. So are losses that take samples with each other, as far as
+    the graph shows it (a contrastive loss, a distance to the mean).
 
     Gradients by the module's inputs are those of the rank's own loss. Gradients of gradients (`create_graph=True`) by inputs
     are exact; those by parameters are refused. A penalty on the weights is exact where the loss is a mean, and refused where it
