@@ -148,6 +148,38 @@ def test_a_mean_that_is_not_over_samples_is_refused_or_made_of_means_over_the_ba
     model.close()
 
 
+class ColumnsFirst(nn.Linear):
+    """Gives (columns, samples)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).T
+
+
+WITHIN: dict[str, tuple[type[nn.Linear], Any]] = {
+    "pairs of columns": (nn.Linear, lambda out: F.softplus(out[:, :, None] - out[:, None]).mean()),
+    "products": (nn.Linear, lambda out: torch.bmm(out[:, None], out.exp()[..., None]).square().mean()),
+    "one by one": (nn.Linear, lambda out: torch.stack([row.logsumexp(0) for row in out]).mean() + out[:, 1:].square().mean()),
+    "rolled": (nn.Linear, lambda out: F.mse_loss(out.sort(1).values, out.roll(1, 1)) + out.std(1).mean()),
+    "columns first": (ColumnsFirst, lambda out: out[1:].square().mean() + out.mean(0).exp().mean() + out.std(0).mean()),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", WITHIN)
+def test_losses_within_samples_are_exact_where_sizes_do_not_tell_samples_from_columns(
+    comm: AbstractCommunicator, name: str
+) -> None:
+    kind, loss = WITHIN[name]
+    generator = torch.Generator().manual_seed(3)
+    plain, (x, weights) = kind(4, 3, dtype=torch.float64), torch.randn(2, 6, 4, generator=generator, dtype=torch.float64)
+    plain.load_state_dict({"weight": weights[:3], "bias": weights[3, :3]})
+    model = DataParallel(copy.deepcopy(plain), comm)
+    loss(model(x[3 * comm.rank : 3 * comm.rank + 3])).backward()
+    loss(plain(x)).backward()
+    assert_same(gradients(model.module), gradients(plain))
+    model.close()
+
+
 def test_accumulation_over_micro_batches(comm: AbstractCommunicator) -> None:
     comm = Recording(comm)
     model, plain = DataParallel(network(0), comm), network(0)
