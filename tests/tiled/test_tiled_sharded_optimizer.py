@@ -271,7 +271,7 @@ def test_stages_are_those_of_one_machine_and_go_on_in_other_layouts(comm: Abstra
             train_tied(model, optimizer, range(3, 5), model.micro_batches)
             assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"{layout}, {shards}")
             if shards and model.stage is not None:
-                with pytest.raises(ModelError, match="cannot be moved to or from pipeline stages yet"):
+                with pytest.raises(ModelError, match="cannot be moved to, from or between pipeline stages yet"):
                     move(model, each_alone, optimizer=optimizer)
                 with pytest.raises(InputError, match="pipeline stages with a sharded optimizer are not re-tiled yet"):
                     Retiling(model, optimizer, retiler=Retiler())
