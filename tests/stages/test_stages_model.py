@@ -350,22 +350,28 @@ def test_a_replica_of_a_single_sample_is_normalized_in_each_stage(world: World, 
 
 
 def test_gradients_by_an_input_are_refused_where_there_are_stages(comm: AbstractCommunicator) -> None:
-    """Of a generator and a discriminator with stages, and of one of them; without gradients the first is fine."""
-    front, back = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))(), nn.Linear(6, 1).double()
-    x = floats(4, 6)
-    given: dict[str, Any] = {"batch_size": 4, "sample": x, "speeds": "equal", "reduction": "mean", "quiet": True}
-    staged_model = tatami.tile(front, comm, layout=staged(2, stages=2, cuts=(1,)), **given)
-    flat = tatami.tile(back, comm, **given)
+    """As of a discriminator with stages, by what a generator has made; without gradients it is fine."""
+    model, x = two_stages(comm), floats(4, 6)
     with pytest.raises(ModelError, match="an input of a network with pipeline stages requires a gradient"):
-        staged_model(staged_model.local(x).requires_grad_())
+        model(model.local(x).requires_grad_())
     with torch.no_grad():
-        staged_model(staged_model.local(x).requires_grad_())
-    here = staged_model(staged_model.local(x).detach())
+        model(model.local(x).requires_grad_())
+
+
+@pytest.mark.threads_only  # the rank that has the result hears it while it waits for the others, and gives that up
+def test_results_of_stages_are_refused_as_inputs_of_others(comm: AbstractCommunicator) -> None:
+    model, x, back = two_stages(comm), floats(4, 6), nn.Linear(6, 1).double()
+    flat = tatami.tile(back, comm, batch_size=4, sample=x, speeds="equal", reduction="mean", quiet=True)
+    result = model(model.local(x))
     flat.local(x)
-    told = "an input is the result of a network with pipeline stages"
-    # The rank that has the result hears it from the others.
-    with pytest.raises(ModelError, match=told):
-        flat(here[:2]).sum().backward()
+    with pytest.raises(ModelError, match="an input is the result of a network with pipeline stages"):
+        flat(result[:2]).sum().backward()
+
+
+def two_stages(comm: AbstractCommunicator) -> tatami.TiledModel:
+    front = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))()
+    given: dict[str, Any] = {"batch_size": 4, "speeds": "equal", "reduction": "mean", "quiet": True}
+    return tatami.tile(front, comm, sample=floats(4, 6), layout=staged(2, stages=2, cuts=(1,)), **given)
 
 
 @pytest.mark.ranks(2, 3)
