@@ -155,11 +155,19 @@ class ColumnsFirst(nn.Linear):
         return super().forward(x).T
 
 
+class Repeated(ColumnsFirst):
+    """Gives (2 columns, samples)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).repeat(2, 1)
+
+
 WITHIN: dict[str, tuple[type[nn.Linear], Any]] = {
     "pairs of columns": (nn.Linear, lambda out: F.softplus(out[:, :, None] - out[:, None]).mean()),
     "products": (nn.Linear, lambda out: torch.bmm(out[:, None], out.exp()[..., None]).square().mean()),
     "one by one": (nn.Linear, lambda out: torch.stack([row.logsumexp(0) for row in out]).mean() + out[:, 1:].square().mean()),
     "rolled": (nn.Linear, lambda out: F.mse_loss(out.sort(1).values, out.roll(1, 1)) + out.std(1).mean()),
+    "more columns first": (Repeated, lambda out: out[1:].square().mean() + out.mean(0).exp().mean() + out.std(0).mean()),
     "columns first": (ColumnsFirst, lambda out: out[1:].square().mean() + out.mean(0).exp().mean() + out.std(0).mean()),
 }
 

@@ -445,6 +445,23 @@ def two_halves(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:  # 
     return F.mse_loss(one, other)
 
 
+class Twice(torch.autograd.Function):
+    """One of the user's, that takes nothing to other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return grad * 2
+
+
+def behind_a_function(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = Twice.apply(F.cross_entropy(output, classes))  # type: ignore[no-untyped-call]
+    return loss.sqrt()
+
+
 def of_columns(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
     pairs = output[:, :, None] - output[:, None] + output.roll(1, 1)[..., None]
     return pairs.abs().mean() + output[:, 1:].std(1).mean()
@@ -489,6 +506,7 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "covariance": (lambda out, y: (torch.einsum("ni,nj->ij", out, out) / len(out)).square().sum(), True),  # noqa: ARG005
     "neighbours": (lambda out, y: F.mse_loss(out, out.roll(1, 0)), True),  # noqa: ARG005
     "two halves": (two_halves, True),
+    "root behind a function": (behind_a_function, True),
     "some samples": (lambda out, y: F.cross_entropy(out[1:], y[1:]), True),
     "normalized": (lambda out, y: F.cross_entropy(F.batch_norm(out, None, None, training=True), y), True),
     "in parts": (in_parts, True),
@@ -501,17 +519,9 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
 }
 FINE = (
-    "largest of classes",
-    "columns by a mask",
-    "mean",
-    "sum over count",
-    "half of two",
-    "smoothed",
-    "deviation of each",
-    "in parts",
-    "of each",
-    "columns",
-)
+    "largest of classes", "columns by a mask", "mean", "sum over count", "half of two", "smoothed", "deviation of each",
+    "in parts", "of each", "columns",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -625,3 +635,26 @@ def test_tensors_that_ranks_do_not_share_are_refused_by_name(
     setattr(network, "odd", tensor) if isinstance(tensor, nn.Parameter) else network.register_buffer("odd", tensor)
     with pytest.raises(InputError, match=match):
         tile(network, comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
+
+
+@pytest.mark.parametrize("takes_samples", [True, False])
+def test_slices_are_judged_along_the_axis_of_the_samples(comm: AbstractCommunicator, *, takes_samples: bool) -> None:
+    """Of a network that gives (time, samples, features), as its sample shows."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(torch.tanh(self.first(x)))
+            return out.transpose(0, 1)
+
+    x = torch.randn(12, 7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    built = TimeFirst().double()
+    model = tile(built, comm, batch_size=12, sample=x[:2], layout=data(comm.size), speeds="equal", reduction="mean", quiet=True)
+    out = model(model.local(x))
+    loss: Any = (out[:, 1:] if takes_samples else out[1:]).square().mean() + out.mean(0).exp().mean()
+    is_refused = takes_samples and len(model.layout.replicas) > 1
+    with pytest.raises(InputError, match=r"samples of this rank by a slice") if is_refused else nullcontext():
+        loss.backward()

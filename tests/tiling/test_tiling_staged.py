@@ -258,6 +258,26 @@ def test_only_stages_that_hold_the_largest_weight_need_room_to_update_it() -> No
             assert max(kept_bytes) <= size_bytes
 
 
+def test_pieces_without_weights_need_no_room_to_update_any() -> None:
+    """A small network behind one large weight outside of blocks, and activations between its layers."""
+    sizes = (10**6, 0, 1000, 0, 1000)
+    pieces = tuple(
+        Piece(name=f"{at}", flop_per_sample=1e6, parameters=own, largest_parameters=own) for at, own in enumerate(sizes)
+    )
+    workload = Workload(
+        samples=4,
+        replicated_flop_per_sample=5 * 10**6,
+        replicated_parameters=sum(sizes),
+        update_bytes_per_parameter=8.0,
+        largest_parameters=10**6,
+        pieces=pieces,
+    )
+    machines = (Processor(name="p0", speed=1.0, memory_bytes=29 * 10**6), Processor(name="p1", speed=1.0, memory_bytes=10**6))
+    found = plan_stages(Cluster(processors=machines), workload, stages=2)
+    assert found is not None
+    assert {rank.processor: rank.memory_bytes for rank in found.ranks} == pytest.approx({"p0": 28e6, "p1": 28e3}, rel=0.01)
+
+
 def _hosts(*speeds: float, each: int, memory_bytes: int | None = None) -> Cluster:
     """Hosts of several ranks of the same speed, and a slow network between hosts."""
     processors = [

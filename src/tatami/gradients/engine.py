@@ -209,13 +209,11 @@ class GradientEngine:
                 if not isinstance(leaf, (torch.Tensor, bool, int, float, complex, str, bytes, type(None))):
                     refuse_mixed(found, f"the tensors of the {type(leaf).__name__} that it returns cannot be found")
         arrive = functools.partial(_on_output, weakref.ref(self), found, reduction)
-        tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        known = iter(axes) if axes is not None and len(axes) == tensors else None
-        for number, leaf in enumerate(leaves):
-            axis = next(known) if known is not None and isinstance(leaf, torch.Tensor) else None
-            if known is None and isinstance(leaf, torch.Tensor):
-                axis = _likely_axis(leaf, samples=self._outside.samples)
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+        tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if axes is None or len(axes) != len(tensors):
+            axes = [_likely_axis(leaf, samples=self._outside.samples) for _, leaf in tensors]
+        for (number, leaf), axis in zip(tensors, axes, strict=True):
+            if leaf.grad_fn is not None:
                 if found.is_mixed:
                     leaves[number] = leaf = Quotient.apply(found.quotient, leaf)  # type: ignore[no-untyped-call]
                 leaf.register_hook(arrive)
@@ -538,10 +536,11 @@ class GradientEngine:
 
 
 def _likely_axis(output: torch.Tensor, *, samples: int | None) -> int | None:
-    """The axis of the samples of an output: the one that is as long; None where none is, or several are."""
-    if not samples or (output.dim() and output.shape[0] > samples and output.shape[0] % samples == 0):
+    """The axis of the samples of an output: one that is as long, or the first, if it is several times as long; None where that
+    is none, or several."""
+    if not samples:
         return 0
-    found = [axis for axis, length in enumerate(output.shape) if length == samples]
+    found = [axis for axis, own in enumerate(output.shape) if own == samples or (not axis and own and own % samples == 0)]
     return found[0] if len(found) == 1 else None
 
 

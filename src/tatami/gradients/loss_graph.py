@@ -2,19 +2,20 @@
 
 The mean over a batch is the weighted mean of the means over its parts; the root of it is not, nor is a mean that divides by
 class weights or by the number of targets that count. Such a loss shows in the operations between it and the output of the
-network: the last ones, of single numbers, may only add and scale what is reduced. What else couples samples, as a contrastive
-loss does, is found by `TiledModel.check_loss`, which computes the loss of parts.
+network: the last ones, of single numbers, may only add and scale what is reduced, and so may those of what is reduced over the
+samples alone. Samples that are multiplied by, or taken from, each other show in the shapes. What no operation shows, as
+weights that come from `.item()`, is found by `TiledModel.check_loss`, which computes the loss of parts.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from tatami.errors import InputError
 from tatami.gradients.passes import is_output, leads_to, samples_axis
@@ -43,6 +44,11 @@ _OVER_OTHERS = _REDUCING | {"NllLoss", "LinalgVectorNorm", "Norm", "Logsumexp", 
 _TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
 _CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
 _CHOOSING = ("Index", "MaskedSelect")
+_ACROSS_RANKS = frozenset({
+    "OverBatch", "_Exchanged", "_Broadcast", "_Gather", "_Scatter", "_Reduce", "_Reduce_Scatter", "_AllGather",
+    "_AllGatherBase", "_AlltoAll", "_AlltoAllSingle", "_AllReduce",
+})  # fmt: skip
+"""What takes numbers of other ranks: `over_batch`, `tatami.functions`, `torch.distributed.nn`. Nothing below is judged."""
 _CUTTING = frozenset({"Slice", "Split", "SplitWithSizes", "Unbind", "Select"})
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "
@@ -60,13 +66,13 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         InputError: a loss is no mean of what its samples give; names the operation. The same on all ranks.
     """
     waiting, seen = [(root, True, "") for root in roots if root is not None], set[Any]()
-    cut: dict[Any, dict[range, None]] = {}
+    cut: dict[tuple[Any, int], set[range]] = {}
     bends: list[tuple[str, Any]] = []
     is_cut = False
     while waiting:
         node, is_number, bent = waiting.pop()
         name = _operation(node)
-        if (node, is_number, bool(bent)) in seen or is_output(node) or _is_own(node):
+        if (node, is_number, bool(bent)) in seen or _ends(node):
             continue
         seen.add((node, is_number, bool(bent)))
         below = [other for other, _ in node.next_functions if other is not None]
@@ -78,7 +84,8 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         if _pairs(below) if multiplies and name in _MATRIX_PRODUCTS else _is_broadcast_twice(below):
             raise _couples(name)
         if name == "Slice" and _is_over_samples(node):
-            cut.setdefault(node.next_functions[0], {})[_rows(node)] = None
+            rows, samples_here = _rows(node)
+            cut.setdefault((node.next_functions[0], samples_here), set()).add(rows)
         is_cut = is_cut or (name in _CUTTING and _is_over_samples(node))
         bent = bent or (name if multiplies or name in _BENT | _COUPLING else "")
         if bent and len(below) > 1:
@@ -115,12 +122,12 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             found = [_leads_to_output([other]) for other in (single if single else below)]
             if sum(found) > (name in _PRODUCTS):
                 raise _couples(name)
-    for (whole, _), parts in cut.items():
-        rows = _shape(whole)[0]
-        if sum(map(len, parts)) % rows:
+    for (_, samples_here), parts in cut.items():
+        taken = Counter(itertools.chain.from_iterable(parts))
+        if len(taken) < samples_here or len(set(taken.values())) > 1:
             raise InputError(
-                f"the loss takes {sum(map(len, parts))} of the {rows} samples of this rank by a slice, which are others on "
-                f"each rank. {_REMEDY}; or multiply by a mask, and take the sum, with reduction='sum'"
+                f"the loss takes {len(taken)} of the {samples_here} samples of this rank by a slice, or some more often than "
+                f"others, which differ between ranks. {_REMEDY}; or multiply by a mask, and take the sum (reduction='sum')"
             )
     for bent, node in bends if is_cut else ():
         found_parts = [_parts(*edge) for edge in node.next_functions]
@@ -129,9 +136,9 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             raise _couples(bent)
 
 
-def _is_own(node: Any) -> bool:
-    """Whether a `torch.autograd.Function` made this node: it may take numbers to other ranks."""
-    return isinstance(node, BackwardCFunction)
+def _ends(node: Any) -> bool:
+    """Whether what is below is not judged: it is the network, or numbers of other ranks are in what the operation gives."""
+    return is_output(node) or _operation(node) in _ACROSS_RANKS
 
 
 def _operation(node: Any) -> str:
@@ -184,9 +191,11 @@ def _is_over_samples(node: Any) -> bool:
     return False
 
 
-def _rows(node: Any) -> range:
-    """The rows that a slice along the first axis takes."""
-    return range(_shape(node.next_functions[0][0])[0])[node._saved_start : node._saved_end : node._saved_step]
+def _rows(node: Any) -> tuple[range, int]:
+    """Which ones a slice takes along its axis, and of how many."""
+    shape = _shape(node.next_functions[0][0])
+    (axis,) = _axes(node, among=len(shape))
+    return range(shape[axis])[node._saved_start : node._saved_end : node._saved_step], shape[axis]
 
 
 def _parts(node: Any, number: int) -> set[tuple[Any, Any]]:
@@ -194,7 +203,7 @@ def _parts(node: Any, number: int) -> set[tuple[Any, Any]]:
     waiting, seen, found = [(node, number)], set[Any](), set[tuple[Any, Any]]()
     while waiting:
         edge = node, number = waiting.pop()
-        if node is None or edge in seen or is_output(node) or _is_own(node):
+        if node is None or edge in seen or _ends(node):
             continue
         seen.add(edge)
         name = _operation(node)
@@ -211,11 +220,12 @@ def _samples_of(node: Any) -> set[int]:
     found = set[int]()
 
     def is_found(other: Any) -> bool:
-        if is_output(other) and samples_axis(other) is not None and len(_shape(other)) > (axis := samples_axis(other) or 0):
-            found.add(_shape(other)[axis])
+        axis, shape = samples_axis(other) if is_output(other) else None, _shape(other)
+        if axis is not None and axis < len(shape):
+            found.add(shape[axis])
         return False
 
-    leads_to([node], is_found, ends_at=lambda other: _is_own(other) and not is_output(other))
+    leads_to([node], is_found, ends_at=lambda other: _operation(other) in _ACROSS_RANKS)
     return found
 
 
@@ -255,10 +265,10 @@ def _chosen(nodes: Iterable[Any]) -> int | None:
             found.append(_shape(node)[0])
         return bool(found)
 
-    leads_to(nodes, is_chosen, ends_at=lambda node: is_output(node) or _is_own(node))
+    leads_to(nodes, is_chosen, ends_at=_ends)
     return found[0] if found else None
 
 
 def _leads_to_output(nodes: Iterable[Any]) -> bool:
     """Whether the gradient of an output of the network comes through one of these nodes."""
-    return leads_to(nodes, is_output, ends_at=lambda node: _is_own(node) and not is_output(node))
+    return leads_to(nodes, is_output, ends_at=lambda node: _operation(node) in _ACROSS_RANKS)

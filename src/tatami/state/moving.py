@@ -83,7 +83,7 @@ def _refuse_stages(
     if model.shards_optimizer:
         raise ModelError("a model with sharded_optimizer=True cannot be moved to, from or between pipeline stages yet")
     if companions:
-        raise ModelError("tensors beside the weights (companions) cannot be moved to, from or between pipeline stages yet")
+        raise ModelError("tensors other than the weights (companions) cannot be moved to, from or between pipeline stages yet")
     if model._gradients.in_parts:
         raise ModelError("re-tile between two steps, not inside of the loop over model.micro_batches(...)")
     for name, module in model.module.named_modules():

@@ -234,7 +234,7 @@ class _Search:
                         piece.activation_bytes_per_sample,
                         piece.crossing_bytes_per_sample,
                         piece.parameters * workload.wire_bytes,
-                        (piece.largest_parameters or workload.largest_parameters) * workload.update_bytes_per_parameter,
+                        piece.largest * workload.update_bytes_per_parameter,
                     )
                     for piece in workload.pieces
                 ),

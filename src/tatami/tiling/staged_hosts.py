@@ -116,7 +116,7 @@ def _joined(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[Piece, ...]
             for layer in piece.layers
         ]
         shared = tuple(each for piece in own for each in piece.shared)
-        most = max(piece.largest_parameters for piece in own)
+        most = max(piece.largest for piece in own)
         joined.append(replace(own[0], shared=shared, blocks=(), layers=tuple(layers), largest_parameters=most, **sums))
     return tuple(firsts), tuple(joined)
 

@@ -237,11 +237,9 @@ def stage_workload(
 
 
 def _largest(pieces: Sequence[Piece], blocks: Sequence[Block], *, outside: int) -> int:
-    """Elements of the largest weight of these pieces that is in none of the blocks; `outside` of all blocks it is this in the
-    whole network, and so it is where the pieces do not say."""
-    largest = [piece.largest_parameters for piece in pieces]
+    """Elements of the largest weight of these pieces that is in none of the blocks; in the whole network that is `outside`."""
     inside = {round(block.units * block.unit_largest) for block in blocks}
-    return max([each for each in largest if each not in inside] + [min(outside, max(largest) or outside)])
+    return max((min(piece.largest, outside) if piece.largest in inside else piece.largest for piece in pieces), default=0)
 
 
 def _block_bytes(block: Block) -> float:

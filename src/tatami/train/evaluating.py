@@ -133,7 +133,7 @@ def _measured(metrics: Mapping[str, Metric], objective: Objective, output: Any, 
     """For each metric, its sum over the samples of this rank, and how many samples' worth of targets count.
 
     Args:
-        check: whether each metric of one's own is tried on halves of the samples.
+        check: whether each metric that the user has written is tried on halves of the samples.
 
     Raises:
         InputError: a metric fails, gives something else than a number, or is not a mean over samples.

@@ -156,7 +156,7 @@ class Piece:
         blocks: the blocks that begin in this piece, each with the number of pieces that it takes. Several ranks can share the
             units of a stage that has all of these pieces.
         layers: the repeated layers that begin in this piece.
-        largest_parameters: elements of the largest trained weight that its operations read.
+        largest_parameters: elements of the largest trained weight that its operations read; None: it is all of them.
     """
 
     name: str
@@ -169,10 +169,15 @@ class Piece:
     shared: tuple[tuple[str, int], ...] = ()
     blocks: tuple[tuple[Block, int], ...] = ()
     layers: tuple[RepeatedLayer, ...] = ()
-    largest_parameters: int = 0
+    largest_parameters: int | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("name", "shared", "blocks", "layers") and not value >= 0:
+            if isinstance(value, int | float) and not value >= 0:
                 raise ValueError(f"{each.name} of piece {self.name} must be at least 0, not {value}")
+
+    @property
+    def largest(self) -> int:
+        """`largest_parameters`, or what they are at the most."""
+        return self.parameters if self.largest_parameters is None else self.largest_parameters
