@@ -34,9 +34,9 @@ from tatami.elastic.speed_watch import SpeedWatch
 from tatami.errors import CommError, InputError, warn
 from tatami.membership import Entered, Regroup, Unbalanced
 from tatami.model.model import TiledModel
+from tatami.random_state import random_state, set_random_state
 from tatami.runtime.optimizers import check_optimizer
 from tatami.runtime.phases import IterationPhase
-from tatami.runtime.random_state import random_state, set_random_state
 from tatami.stages.stand_in import StandIn
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.regroup import common_state, load_common_state, relay, tell_newcomers

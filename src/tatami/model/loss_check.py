@@ -14,6 +14,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.partition.tracing.mixing import Judged, outputs_to_judge, refuse_other_loss
 from tatami.partition.tracing.restore_state import kept
+from tatami.random_state import kept_torch_state
 from tatami.runtime.losses import LossReduction
 from tatami.tiling import Span
 
@@ -60,7 +61,7 @@ def check_loss(
 
     def of(span: Span) -> Judged:
         leaves.clear()
-        with kept(network), torch.random.fork_rng(devices=[]):
+        with kept(network), kept_torch_state():
             network.eval()
             return loss(*(cut_batch(each, span, samples=samples) for each in here)), tuple(leaves)
 

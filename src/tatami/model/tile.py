@@ -34,6 +34,7 @@ from tatami.partition.pieces import RecordedNetwork, exact_pieces
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.sample import Sample
 from tatami.progress import shown
+from tatami.random_state import torch_state
 from tatami.report.words import in_order
 from tatami.runtime.allocator import TIGHT, give_freed_memory_back, trim_once
 from tatami.runtime.devices import settle_devices, with_memory
@@ -287,7 +288,7 @@ def tile(
         if kept_bytes_of.get(cluster.processors[comm.rank].name, 0.0) > TIGHT * given_bytes:
             give_freed_memory_back()
     generator = torch.Generator()
-    generator.set_state(comm.bcast_object(torch.get_rng_state()))
+    generator.set_state(comm.bcast_object(torch_state()))
     # Its messages have tags, which are the user's on the user's communicator.
     own = comm.duplicate()
     own.use_device(target)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from tatami.random_state import torch_state
+
 _GLOBAL_STATE = threading.Lock()
 """torch's functions draw from the state of the whole process, and ranks may be its threads."""
 
@@ -87,10 +89,10 @@ class LocalDrawing(TorchFunctionMode):
         if func not in self._functions or isinstance(kwargs.get("generator"), torch.Generator):
             return func(*args, **kwargs)
         with _GLOBAL_STATE:
-            before = torch.get_rng_state()
+            before = torch_state()
             torch.set_rng_state(self._state)
             try:
                 return func(*args, **kwargs)
             finally:
-                self._state = torch.get_rng_state()
+                self._state = torch_state()
                 torch.set_rng_state(before)

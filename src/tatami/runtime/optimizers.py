@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tatami.errors import InputError, ModelError
+from tatami.random_state import kept_torch_state
 from tatami.runtime.norms import models
 
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
@@ -51,7 +52,7 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     check_optimizer(optimizer)
     if optimizer not in _shardable:
         try:
-            with torch.random.fork_rng(devices=[]):
+            with kept_torch_state():
                 _shardable[optimizer] = _parts_step_as_the_whole(optimizer, None)
         except Exception:  # it takes other arguments, or a closure
             _shardable[optimizer] = False
@@ -87,7 +88,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     found = _tried.get(optimizer)
     if found is None:
         try:
-            with torch.random.fork_rng(devices=[]):  # it may draw, and the run is to draw what it would without this
+            with kept_torch_state():  # it may draw, and the run is to draw what it would without this
                 found = all(_parts_step_as_the_whole(optimizer, dim) for dim in (0, 1))
         except Exception:  # it takes other arguments, or a closure; torch's own and most others can be tried
             found = True

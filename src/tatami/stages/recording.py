@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tatami.errors import ModelError
+from tatami.random_state import torch_state
 from tatami.stages.autograd_functions import watch_functions
 from tatami.stages.program import (
     ForwardCall,
@@ -171,7 +172,7 @@ class _Recorder(TorchFunctionMode):
         first, place = len(self._operations), len(self._calls)
         self._calls.append(ForwardCall(module=name, first=first, stop=first, returns=()))
         self._open.append(place)
-        before = torch.get_rng_state()
+        before = torch_state()
         if name not in self._atoms and next(module.children(), None) is not None:
             out = plain(*args, **kwargs)
         else:
@@ -179,7 +180,7 @@ class _Recorder(TorchFunctionMode):
         self._open.pop()
         returns = tuple(self._number_of.get(id(tensor)) for tensor in tensors_in(out))
         looks = any(place in look.calls for look in self._looks)
-        draws = looks and not torch.equal(before, torch.get_rng_state())
+        draws = looks and not torch.equal(before, torch_state())
         self._calls[place] = ForwardCall(
             module=name,
             first=first,

@@ -9,7 +9,7 @@ from typing import Any
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.model.model import TiledModel
-from tatami.runtime.random_state import random_state, set_random_state
+from tatami.random_state import random_state, set_random_state
 
 
 @dataclass(frozen=True, kw_only=True)

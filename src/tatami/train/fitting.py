@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tatami.errors import InputError
-from tatami.runtime.random_state import random_state, set_random_state
+from tatami.random_state import random_state, set_random_state
 from tatami.state.repairing import BeginAgain, RepairedUpdate, Repairs
 from tatami.train.batches import AbstractBatches, LocalBatch
 from tatami.train.checkpointing import ModelCheckpoint, TrainingCheckpoints, progress_state, restore_progress

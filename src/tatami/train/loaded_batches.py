@@ -13,8 +13,8 @@ from tatami.comm.agreement import problems_of
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.model.model import TiledModel
+from tatami.random_state import random_state, set_random_state
 from tatami.runtime.phases import IterationPhase
-from tatami.runtime.random_state import random_state, set_random_state
 from tatami.tiling import Span
 from tatami.train.batches import AbstractBatches, LocalBatch
 

@@ -21,8 +21,8 @@ from tatami.checkpoints.state_codec import State
 from tatami.comm.agreement import called_by_all
 from tatami.errors import CheckpointError, InputError
 from tatami.model.model import TiledModel
+from tatami.random_state import random_state, set_random_state
 from tatami.runtime.optimizers import check_optimizer, check_parameters
-from tatami.runtime.random_state import random_state, set_random_state
 from tatami.runtime.weight_average import WeightAverage, averages_of
 from tatami.state.repairing import Stateful
 from tatami.state.training_state import Assembly, common_state, refuse_rows, restore_draws, restore_layout, shard_of

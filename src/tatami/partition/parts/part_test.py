@@ -21,6 +21,7 @@ from tatami.partition.tracing.exporting import NotFollowedError, same_leaves
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.partition.tracing.saved_activations import Keeping
 from tatami.partition.tracing.split_test import compare
+from tatami.random_state import kept_torch_state
 from tatami.runtime.context import ModuleContext, RankContext
 from tatami.runtime.rows import ONE_EACH, UnitRuns, cut_units, cut_units_of, tensor_of
 from tatami.runtime.tensor_parallel import ReplicaComm
@@ -99,7 +100,7 @@ def _believe(
     inputs = _copies(leaves)
     half = (total + 1) // 2
     keeping = Keeping(whole.parameters(), double_bytes=element_bytes)
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), kept_torch_state():
         torch.manual_seed(0)
         with keeping.watched():
             expected = _run(whole, inputs, structure)

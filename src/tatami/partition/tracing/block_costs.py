@@ -15,6 +15,7 @@ from tatami.partition.tracing.exporting import FollowedProgram, ModuleCall
 from tatami.partition.tracing.operators import CONVOLUTIONS, TRANSPOSED, Following, aten
 from tatami.partition.tracing.saved_activations import KeepingRun
 from tatami.partition.tracing.units import UnitAxis
+from tatami.random_state import kept_torch_state
 from tatami.workload import ELEMENT_FLOP, Block
 
 
@@ -40,7 +41,7 @@ def _kept_bytes(module: nn.Module, call: ModuleCall, program: FollowedProgram) -
     inputs = [leaves[index].detach().requires_grad_(leaves[index].requires_grad) for index in program.given]
     own = [tensors[name] for name in program.tensors]
     run = KeepingRun(program.graph, own)
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), kept_torch_state():
         run.run(*own, *inputs)
     return run.sizes_bytes
 

@@ -27,6 +27,7 @@ from tatami.partition.tracing.mixing import EITHER, LeftBehind, attribute, kept_
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import FEWEST, Sample
 from tatami.partition.tracing.saved_activations import Keeping, Kept, forward_alone
+from tatami.random_state import torch_state
 from tatami.stages.recording import memory_order
 from tatami.workload import corners
 
@@ -315,7 +316,7 @@ class _Watch(TorchFunctionMode):
         self.normalizes: set[str] = set()
         self.normalized: list[tuple[str, int]] = []
         self._running: list[str] = []
-        self._state = torch.get_rng_state()
+        self._state = torch_state()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.batch_norm, torch.nn.functional.batch_norm) and self._running:
@@ -324,9 +325,9 @@ class _Watch(TorchFunctionMode):
                 self.normalized.append((self._running[-1], args[0].shape[1]))
         if func is torch.nn.functional.cross_entropy and args:
             self.returned(args[0])
-        state = torch.get_rng_state()
+        state = torch_state()
         result = func(*args, **(kwargs or {}))
-        if not torch.equal(state, torch.get_rng_state()):
+        if not torch.equal(state, torch_state()):
             self.drawing.add(func)
         if isinstance(result, torch.Tensor):
             for each in (*args, *(kwargs or {}).values()):
@@ -363,7 +364,7 @@ class _Watch(TorchFunctionMode):
         self.flop[name] = self.flop.get(name, 0.0) + self.counted.flop - self._begun.pop()
 
     def _look(self) -> None:
-        state = torch.get_rng_state()
+        state = torch_state()
         if self._running and not torch.equal(state, self._state):
             self.draws.add(self._running[-1])
         self._state = state

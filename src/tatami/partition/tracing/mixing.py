@@ -23,6 +23,7 @@ from tatami.partition.tracing.exporting import line_of_caller
 from tatami.partition.tracing.restore_state import alike, unchanged
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.saved_activations import Keeping, forward_alone
+from tatami.random_state import torch_state
 from tatami.runtime.losses import CountedMeans
 from tatami.tiling import Span
 
@@ -255,9 +256,9 @@ class SteadyDraws(TorchFunctionMode):
     """What is drawn is always the same number, so that samples that differ differ by what the network makes of them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        state = torch.get_rng_state()
+        state = torch_state()
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not torch.equal(state, torch.get_rng_state()):
+        if isinstance(result, torch.Tensor) and not torch.equal(state, torch_state()):
             result.fill_(0.5 if result.is_floating_point() else 0)
         return result
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tatami.errors import InputError
+from tatami.random_state import kept_torch_state
 
 NOT_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}
 """What `vars(module)` has beside settings and hooks."""
@@ -155,7 +156,7 @@ def kept(model: nn.Module) -> Iterator[ModuleState]:
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[ModuleState]:
     """For passes in training: what they change (running statistics, what the modules keep, random state) is put back."""
-    with kept(model) as state, torch.random.fork_rng(devices=[]):
+    with kept(model) as state, kept_torch_state():
         model.train()
         state.mark()
         yield state

@@ -23,6 +23,7 @@ from tatami.partition.tracing.exporting import FollowedProgram, ModuleCall, NotF
 from tatami.partition.tracing.local_program import LocalProgram
 from tatami.partition.tracing.restore_state import copy_of, kept
 from tatami.partition.tracing.units import UnitAxis
+from tatami.random_state import kept_torch_state
 from tatami.runtime import batch_operations
 from tatami.runtime import context as steps
 from tatami.runtime.rows import UnitRuns, cut_units
@@ -78,7 +79,7 @@ def _believe(
     # A tensor that was given twice is one tensor: some modules look at that.
     inputs = [_double(leaves[first]) if first == index else None for index, first in enumerate(program.same)]
     inputs = [inputs[first] for first in program.same]
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), kept_torch_state():
         torch.manual_seed(0)
         own = dict(_tensors(module, program))
         cuts = _cuts(program, candidates)

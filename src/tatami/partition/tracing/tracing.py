@@ -26,6 +26,7 @@ from tatami.partition.tracing.settings import has_hooks, hooked_inside
 from tatami.partition.tracing.split_test import believe
 from tatami.partition.tracing.units import UnitAxis, find_stops, find_units, follow, unclear_axes
 from tatami.progress import reported
+from tatami.random_state import kept_torch_state
 from tatami.runtime.rows import UnitRuns
 from tatami.workload import Block
 
@@ -268,7 +269,7 @@ def _computes(module: nn.Module, call: ModuleCall, program: FollowedProgram, *, 
     results: list[list[Any]] = []
     for forward in (module, functools.partial(_run, module, program)):
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, inputs_of(call))
-        with kept(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with kept(module), kept_torch_state(), torch.enable_grad():
             torch.manual_seed(0)
             results.append(pytree.tree_leaves(forward(*args, **kwargs)))
     return len(results[0]) == len(results[1]) and all(map(_agree, *results))

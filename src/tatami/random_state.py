@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+_NO_GARBAGE = threading.Lock()
+
+
+def torch_state() -> torch.Tensor:
+    """`torch.get_rng_state()`, which collects no garbage meanwhile: torch has the generator locked while it makes the tensor,
+    and the end of a graph lets another thread run, which then waits for the generator forever, holding on to Python."""
+    with _NO_GARBAGE:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return torch.get_rng_state()
+        finally:
+            if collects:
+                gc.enable()
+
+
+@contextmanager
+def kept_torch_state() -> Iterator[None]:
+    """What is drawn meanwhile of torch's default generator is as if it were not."""
+    before = torch_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 def random_state() -> dict[str, Any]:
     """All of it, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state()
     numpy = [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
+    state = {"torch": torch_state(), "python": random.getstate(), "numpy": numpy}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
