@@ -9,6 +9,8 @@ TEST_LOG := build/tests.log
 TEST_WORKERS := 3
 # Only ends what hangs: beside twenty busy loops a job takes ten times as long as alone.
 HANGS_AFTER_S := 10800
+# Longer than any test may take: where no Python runs any more, only this ends it, and says where each thread is.
+STUCK_AFTER_S := 2000
 BUSY_LOOPS := 20
 WORLD_SIZES := 1 2 3 4
 # The files whose tests ask for a world of ranks, or run on each: every rank would load all the others, too, and leave their tests out.
@@ -65,7 +67,8 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 
 test-files:
 	@mkdir -p $(dir $(TEST_LOG))
-	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 4 $(FILES) 2>&1 | tee -a $(TEST_LOG)
+	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 4 -o faulthandler_timeout=$(STUCK_AFTER_S) \
+	    -o faulthandler_exit_on_timeout=true $(FILES) 2>&1 | tee -a $(TEST_LOG)
 
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.
 test-ranks:
