@@ -368,6 +368,21 @@ def test_results_of_stages_are_refused_as_inputs_of_others(comm: AbstractCommuni
         flat(result[:2]).sum().backward()
 
 
+def test_what_would_be_of_one_stage_only_is_refused(comm: AbstractCommunicator) -> None:
+    model, x = two_stages(comm), floats(4, 6)
+    loss = model(model.local(x)).square().mean()
+    if comm.rank == 1:
+        with pytest.raises(InputError, match=r"gradients of some tensors only .* end at this rank's pipeline stage"):
+            torch.autograd.grad(loss, [*model.parameters()])
+    model(model.local(x)).square().mean().backward()
+    first, *rest = model.parameters()
+    with pytest.raises(ModelError, match="some of the parameters was asked for on several pipeline stages"):
+        torch.nn.utils.clip_grad_norm_(first, 1.0)
+    if comm.rank == 0:
+        first.requires_grad_(False)
+    assert torch.nn.utils.clip_grad_norm_([*([] if comm.rank else [first]), *rest], 1.0).isfinite()
+
+
 def two_stages(comm: AbstractCommunicator) -> tatami.TiledModel:
     front = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))()
     given: dict[str, Any] = {"batch_size": 4, "speeds": "equal", "reduction": "mean", "quiet": True}

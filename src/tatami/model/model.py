@@ -616,8 +616,12 @@ class TiledModel(nn.Module):
         """
         tiled = {id(each) for parameter in self.tiled_parameters() for each in (parameter, parameter.grad)}
         split = [id(tensor) in tiled for tensor in tensors]
+        is_part = False
         if self.stage is not None:
             names = {id(each): name for name, own in self.module.named_parameters() for each in (own, own.grad)}
+            asked = {names[id(tensor)] for tensor in tensors}
+            trained = {name for name, own in self.module.named_parameters() if own.requires_grad and own.grad is not None}
+            is_part = not trained <= asked
             counted = [self.stage.counts(names[id(tensor)]) for tensor in tensors]
             tensors, split = list(compress(tensors, counted)), list(compress(split, counted))
         if self.sharding is not None:
@@ -627,7 +631,7 @@ class TiledModel(nn.Module):
             tensors = parts
         norms = self.norms.of(tensors, norm_type, tiled=split)
         norm = torch.linalg.vector_norm(norms, norm_type).item() if tensors else 0.0
-        return norm if self.stage is None else self.stage.total_norm(norm, norm_type, everyone=everyone)
+        return norm if self.stage is None else self.stage.total_norm(norm, norm_type, is_part=is_part, everyone=everyone)
 
     def global_loss(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> float:
         """The loss over the global batch, in a loop of your own, where `loss` is over this rank's samples. Collective.

@@ -323,22 +323,29 @@ class ModelStage:
             sums[name] = total
         return sums
 
-    def total_norm(self, own: float, norm_type: float, *, everyone: bool) -> float:
-        """The norm over all stages of what has the norm `own` on this one.
+    def total_norm(self, own: float, norm_type: float, *, is_part: bool, everyone: bool) -> float:
+        """The norm over all stages of what has the norm `own` on this one, and is a part of its parameters or all of them.
 
         Collective, among all ranks where `everyone`, and otherwise among those whose stages have trained parameters: torch
         does not ask for a norm of no gradients.
 
         Raises:
-            ModelError: the order is not above 0.
+            ModelError: the order is not above 0; or several stages ask for parts, which may be of different calls, as where
+                each weight is clipped by itself.
         """
         if not norm_type > 0:
             raise ModelError(f"with pipeline stages, the order of a norm must be above 0, not {norm_type:g}")
-        rows = torch.zeros(len(self.layout.stages), dtype=torch.float64, device="cpu")
+        rows = torch.zeros(2, len(self.layout.stages), dtype=torch.float64, device="cpu")
         if self.index is not None and self.comm.rank == 0:
-            rows[self.index] = own
+            rows[:, self.index] = torch.tensor([own, is_part], dtype=torch.float64)
         (self.world if everyone else self._trained).allreduce(rows)
-        return float(torch.linalg.vector_norm(rows, norm_type))
+        if rows[1].sum() > 1:
+            raise ModelError(
+                "the norm of some of the parameters was asked for on several pipeline stages, which have different ones and "
+                "may mean different norms. Clip all at once (model.parameters()), take the norm of each gradient "
+                "yourself, or use stages=1"
+            )
+        return float(torch.linalg.vector_norm(rows[0], norm_type))
 
     def counts(self, name: str) -> bool:
         """Whether this stage counts a parameter in sums over all stages: one that several read is counted by the first."""

@@ -26,8 +26,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from tatami.errors import ModelError
+from tatami.errors import InputError, ModelError
 from tatami.gradients.parameter_hooks import copy_hooks
+from tatami.gradients.passes import leads_to
 from tatami.stages.autograd_functions import watch_functions
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.handing_over import HandOver, ReceivedParcel, SentParcel, TakeOver, refuse_no_values
@@ -200,6 +201,8 @@ class _Pass(TorchFunctionMode):
         self.sent: set[int] = set()
         self.taken: dict[int, torch.Tensor] = {}
         """What was received, by the numbers of the values."""
+        self.taken_over: list[Any] = []
+        """The nodes whose gradients go back to other stages."""
         self.waiting: list[SentParcel | ReceivedParcel] = []
         self.hands: list[StandIn] = []
         """What was sent and has a gradient, as later stages see it."""
@@ -379,6 +382,7 @@ class _Pass(TorchFunctionMode):
         end = ReceivedParcel(self.runner.channel, parcel)
         self.waiting.append(end)
         taken: torch.Tensor = TakeOver.apply(end, tensor.detach(), self.anchor)  # type: ignore[no-untyped-call]
+        self.taken_over.append(taken.grad_fn)
         return taken
 
     def _parcel(self, handover: Handover) -> Parcel:
@@ -426,10 +430,28 @@ class _Begins(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         if ctx.is_here:
             refuse_no_values(grad)
+        _refuse_some_gradients([node for node, _ in ctx.next_functions], ctx.taken.taken_over)
         if ctx.taken.runner.on_backward is not None:
             ctx.taken.runner.on_backward(ctx.taken.micro_batch)
         Variable._execution_engine.queue_callback(ctx.taken.end_backward)
         return None, grad
+
+
+def _refuse_some_gradients(begun: list[Any], taken_over: list[Any]) -> None:
+    """
+    Args:
+        begun: the nodes that have made a result of this stage.
+        taken_over: those of what came from other stages.
+
+    Raises:
+        InputError: the backward pass that runs leaves one of them out, and so the stages in front.
+    """
+    left = {node for node in taken_over if not torch._C._will_engine_execute_node(node)}
+    if left and leads_to(begun, left.__contains__):
+        raise InputError(
+            "gradients of some tensors only (torch.autograd.grad, or backward(inputs=...)) end at this rank's pipeline stage: "
+            "the stages in front would get none. Call loss.backward(), and read parameter.grad"
+        )
 
 
 def _nested(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
