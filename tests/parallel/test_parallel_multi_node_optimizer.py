@@ -246,6 +246,22 @@ def test_what_can_not_be_is_told_on_all_ranks(comm: AbstractCommunicator) -> Non
         optimizer.step(num_samples=3)
 
 
+def test_a_scaler_is_refused_where_there_are_several_ranks(comm: AbstractCommunicator) -> None:
+    """Those whose gradients overflow would leave the step out, and be a step behind from then on."""
+    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), comm, model=model)
+    before = model.weight.detach().clone()
+    x = torch.full((1, 2), torch.inf if comm.rank == 1 else 1.0)
+    scaler.scale(model(x).sum()).backward()
+    if comm.size > 1:
+        with pytest.raises(InputError, match=r"a GradScaler looks for overflows before .* Use tatami\.DataParallel"):
+            scaler.step(optimizer)
+    else:
+        scaler.step(optimizer)
+        torch.testing.assert_close(model.weight.detach(), before - 0.5)
+    optimizer.close()
+
+
 @pytest.mark.ranks(2, 3)
 def test_shares_that_batch_normalization_does_not_know_are_refused(comm: AbstractCommunicator) -> None:
     model = create_mnbn_model(network(0), comm)

@@ -33,6 +33,9 @@ from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
 class MultiNodeOptimizer(torch.optim.Optimizer):
     """Stands in for `optimizer`, for schedulers too. All ranks must call `step` equally often.
 
+    What is done with gradients between `backward` and `step`, such as clipping, is done before they are averaged: to clip the
+    average, call `average_gradients` and step the plain optimizer, or use `DataParallel`. A `GradScaler` is refused.
+
     The weights of rank 0 are all ranks' from the start, so that the first step counts; so are those of layers that
     `add_param_group` brings later. A gradient that a rank does not have counts as zeros; what no rank has stays None.
 
@@ -117,7 +120,17 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             CommTimeoutError, RankDiedError: a rank did not come.
         """
         with fail_together(self._comm):
+            if hasattr(self, "found_inf"):  # GradScaler.step sets it
+                raise InputError(
+                    "a GradScaler looks for overflows before gradients are averaged, so ranks would leave out different steps. "
+                    "Use tatami.DataParallel with the plain optimizer, which averages before; or bfloat16, without a scaler"
+                )
             return self._step(closure, num_samples)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """So that a `GradScaler` calls `step` in any case, which refuses it."""
+        return self._comm.size > 1
 
     def _step(self, closure: Callable[[], float] | None, num_samples: int | None) -> float | None:
         if self._weighted != (num_samples is not None):
