@@ -15,14 +15,17 @@ import torch
 _NO_GARBAGE = threading.Lock()
 
 
-def torch_state() -> torch.Tensor:
-    """`torch.get_rng_state()`, which collects no garbage meanwhile: torch has the generator locked while it makes the tensor,
-    and the end of a graph lets another thread run, which then waits for the generator forever, holding on to Python."""
+def torch_state(generator: torch.Generator | None = None) -> torch.Tensor:
+    """The state of a generator, by default of torch's own, taken without collecting garbage meanwhile.
+
+    Torch has the generator locked while it makes the tensor. Were garbage collected there, the end of a graph would let another
+    thread run, which would wait for the generator forever, holding on to Python.
+    """
     with _NO_GARBAGE:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return torch.get_rng_state()
+            return (generator or torch.default_generator).get_state()
         finally:
             if collects:
                 gc.enable()

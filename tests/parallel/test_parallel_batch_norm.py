@@ -13,6 +13,7 @@ from tatami.comm import AbstractCommunicator
 from tatami.comm.threads import single_communicator
 from tatami.errors import CommError, InputError, ModelError
 from tatami.parallel import MultiNodeBatchNorm, create_mnbn_model
+from tatami.random_state import kept_torch_state
 from tatami.testing.worlds import World
 
 CHANNELS = 3
@@ -275,7 +276,7 @@ class Nested(nn.Module):
 
 
 def build() -> Nested:
-    with torch.random.fork_rng():
+    with kept_torch_state():
         torch.manual_seed(4)
         return Nested().double()
 

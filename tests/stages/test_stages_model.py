@@ -373,7 +373,9 @@ def test_what_would_be_of_one_stage_only_is_refused(comm: AbstractCommunicator) 
     loss = model(model.local(x)).square().mean()
     if comm.rank == 1:
         with pytest.raises(InputError, match=r"gradients of some tensors only .* end at this rank's pipeline stage"):
-            torch.autograd.grad(loss, [*model.parameters()])
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        with pytest.raises(InputError, match=r"backward\(inputs=\.\.\.\)"):
+            loss.backward(inputs=[each for each in model.parameters() if each.device.type != "meta"][-1:])
     model(model.local(x)).square().mean().backward()
     own = [parameter for parameter in model.parameters() if parameter.grad is not None]
     with pytest.raises(ModelError, match="some of the parameters was asked for on several pipeline stages"):

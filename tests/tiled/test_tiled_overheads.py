@@ -27,6 +27,7 @@ from tatami.model import overheads
 from tatami.model.cluster_probe import probe
 from tatami.model.overheads import measure_overheads, messages_of, overheads_of, small_model
 from tatami.partition.tracing.sample import Sample
+from tatami.random_state import torch_state
 from tatami.testing.slowdown import Slowdown
 from tatami.testing.worlds import World
 from tatami.train import measure_sample_flop, measure_speeds, tile
@@ -89,9 +90,9 @@ def test_an_iteration_has_the_messages_that_it_is_divided_by(comm: AbstractCommu
 def test_it_is_measured_and_all_ranks_are_told(comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In groups of two, where there are more."""
     monkeypatch.setattr(overheads, "_TOGETHER", 2)
-    before = torch.get_rng_state()
+    before = torch_state()
     found = measure_overheads(comm, measure_message_costs(comm, repeats=2), repeats=2)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch_state(), before)
     assert comm.allgather_object(found) == [found] * comm.size
     for each in found:
         # A message is never for nothing, however noisy the machine; of the others, one may look so.
@@ -340,9 +341,9 @@ SMALL = Workload.mlp(20, 16, 5, samples=64)
 @pytest.mark.ranks(1, 2, 3)
 def test_all_ranks_get_the_same_cluster(world: World) -> None:
     def body(comm: AbstractCommunicator) -> Cluster:
-        before = torch.get_rng_state()
+        before = torch_state()
         cluster = probe(SMALL, comm, repeats=2)
-        assert torch.equal(torch.get_rng_state(), before), "what the program draws next is what it would have drawn"
+        assert torch.equal(torch_state(), before), "what the program draws next is what it would have drawn"
         assert comm.allgather_object(cluster) == [cluster] * comm.size
         return cluster
 

@@ -120,7 +120,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             CommTimeoutError, RankDiedError: a rank did not come.
         """
         with fail_together(self._comm):
-            if hasattr(self, "found_inf"):  # GradScaler.step sets it
+            if self.__dict__.pop("found_inf", None) is not None:  # GradScaler.step sets it
                 raise InputError(
                     "a GradScaler looks for overflows before gradients are averaged, so ranks would leave out different steps. "
                     "Use tatami.DataParallel with the plain optimizer, which averages before; or bfloat16, without a scaler"

@@ -17,6 +17,7 @@ from tatami.errors import InputError
 from tatami.inputs import check_seed
 from tatami.parallel.scattering import share_of
 from tatami.parallel.speed_shares import SpeedShares
+from tatami.random_state import torch_state
 from tatami.tiling import Span
 
 Share = Literal["all", "equal", "exact"]
@@ -264,7 +265,7 @@ class ResumableLoader:
         self._sampler.load_state_dict(self.state_dict())
         self._state = self._sampler.state_dict()
         source = self.generator or torch.default_generator
-        before = source.get_state()
+        before = torch_state(source)
         batches = iter(self._loader)
         if self._state["position"]:
             source.set_state(before)  # iter() draws a seed for workers, which an epoch does once

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from tatami.errors import InputError, ModelError
 from tatami.gradients.parameter_hooks import copy_hooks
 from tatami.gradients.passes import leads_to
+from tatami.random_state import torch_state
 from tatami.stages.autograd_functions import watch_functions
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.handing_over import HandOver, ReceivedParcel, SentParcel, TakeOver, refuse_no_values
@@ -327,11 +328,11 @@ class _Pass(TorchFunctionMode):
         key = (first, self.runner.module.training, modes, form_of(args), form_of(tuple(kwargs.items())))
         if key in known:
             return known[key]
-        generator = self.runner.generator or torch.default_generator
-        before = generator.get_state()
+        generator = self.runner.generator
+        before = torch_state(generator)
         with torch.no_grad():
             out = without_values(run(*self._as_seen(args, kwargs)))
-        if torch.equal(before, generator.get_state()):
+        if torch.equal(before, torch_state(generator)):
             if len(known) >= _KEPT:
                 known.clear()
             known[key] = out
