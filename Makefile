@@ -57,8 +57,8 @@ docs: setup  ## the site, in site/: every page and every public name; fails on a
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html --jobs auto docs site
 
 # Everything once, with ranks as threads, in processes that share out the files; then the tests of what ranks do together, as real
-# MPI jobs; then some of them on ranks of torch.distributed, and on the other MPI library. Worlds of four threads are left out but
-# for the tests of backends, for they take longest and worlds of four processes follow; `pytest` alone has them.
+# MPI jobs; then some of them on ranks of torch.distributed, and on the other MPI library. But for the tests of backends, worlds of
+# threads are of two: those of one, three and four follow as processes. `pytest` alone has all of them.
 test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were skipped are listed at the end
 	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
 	@$(MAKE) --no-print-directory test-files
@@ -67,8 +67,8 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 
 test-files:
 	@mkdir -p $(dir $(TEST_LOG))
-	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 4 -o faulthandler_timeout=$(STUCK_AFTER_S) \
-	    -o faulthandler_exit_on_timeout=true $(FILES) 2>&1 | tee -a $(TEST_LOG)
+	$(BIN)/python tests/logged.py $(TEST_LOG) $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 1,3,4 \
+	    -o faulthandler_timeout=$(STUCK_AFTER_S) -o faulthandler_exit_on_timeout=true $(FILES)
 
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.
 test-ranks:

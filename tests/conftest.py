@@ -3,6 +3,7 @@
 Properties draw the same examples in every run, and have no deadline: machines are busy.
 """
 
+import faulthandler
 import os
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import settings
 
 from parts import cost_s, group_of
 
+MUST_END_S = 300
 pytest_plugins = ["tatami.testing.worlds"]
 settings.register_profile("tatami", deadline=None, derandomize=True)
 settings.load_profile("tatami")
@@ -21,16 +23,16 @@ settings.load_profile("tatami")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--leave-to-mpiexec",
-        type=int,
-        metavar="RANKS",
+        type=lambda text: {int(size) for size in text.split(",")},
+        metavar="RANKS,...",
         help="leave out worlds of so many ranks as threads, but for tests of the backends: `make test` runs them under mpiexec",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what other parts of `make test` have; where `pytest -n` shares tests out, what takes longest begins."""
-    if (size := config.getoption("leave_to_mpiexec")) is not None:
-        left = {item for item in items if _is_left_to_mpiexec(item, size)}
+    if sizes := config.getoption("leave_to_mpiexec"):
+        left = {item for item in items if _is_left_to_mpiexec(item, sizes)}
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -39,11 +41,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: -cost_of_s[group_of(item.nodeid)])
 
 
-def _is_left_to_mpiexec(item: pytest.Item, size: int) -> bool:
+def _is_left_to_mpiexec(item: pytest.Item, sizes: set[int]) -> bool:
     if item.get_closest_marker("mpi") is None or item.path.parent.name == "comm":
         return False
     ranks: int = getattr(item, "callspec").params["world"]  # noqa: B009 -- pytest types it on functions only
-    return ranks == size
+    return ranks in sizes
+
+
+def pytest_unconfigure() -> None:
+    """A process whose tests are over ends, or says where each of its threads is."""
+    faulthandler.dump_traceback_later(MUST_END_S, exit=True)
 
 
 @pytest.fixture

@@ -124,9 +124,10 @@ class PlanComparison:
             return self._staged_report(self.recommended, width=width, everything=everything)
         best = self.best
         found = limits(best, cluster=self.cluster, cost=self.cost)
+        with_idle = (self.cost or AlphaBetaCost()).price(best.layout, cluster=self.cluster, workload=self.workload)
         lines = machine_lines(best, cluster=self.cluster, times=self.times)
         parts: list[str | Table] = [
-            recommendation(best, cluster=self.cluster, width=width),
+            recommendation(best, cluster=self.cluster, width=width, with_idle_s=with_idle.total),
             machine_table(lines, names=display_names(self.cluster), width=width),
             time_words(best, cluster=self.cluster, found=found, is_measured=self.is_measured, width=width),
             self._table(best, shown=self.plans if everything else (best,)),

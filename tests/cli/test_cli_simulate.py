@@ -1,6 +1,7 @@
 """`tatami simulate`: server, platform, allreduce and tiling, with and without deaths."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
+from tatami.units import parse_duration
 
 SMALL = ["simulate", "server", "--preset", "paper-server-10k", "--workers", "100", "--rounds", "3000"]
 
@@ -231,6 +233,25 @@ def test_planners_side_by_side_and_swept() -> None:
     code, out, _ = run(*TILING, "--iterations", "2")
     assert code == 0
     assert "203-80-26, 4 processors" in out
+    assert "without them" not in out
+
+
+def test_what_those_without_work_cost_is_said(tmp_path: Path) -> None:
+    """The other machine of `tatami plan` is not started; that of the simulation is, and hears gradients over a slow link."""
+    file = tmp_path / "two.toml"
+    machine = '[[processors]]\nname = "{0}"\nspeed = {1}\nlink = "50 Mbit/s"\n'
+    file.write_text(machine.format("fast", 60e9) + machine.format("old", 1e6))
+    gpt = ["--model", "gpt", "--layers", "1", "--width", "32", "--heads", "2", "--tokens", "8", "--vocabulary", "90"]
+    (found,) = records("simulate", "tiling", str(file), *gpt, "--samples", "8")
+    assert found["processors"] == ["fast"]
+    out = " ".join(run("simulate", "tiling", str(file), *gpt, "--samples", "8")[1].split())
+    assert "fast has work; the others are in the run, too, and hear the gradients" in out
+    said = re.search(r"Started without them, an iteration is predicted to take ([\d.]+ \w+)", out)
+    assert said is not None
+    alone_s = parse_duration(said[1])
+    planned = json.loads(run("plan", str(file), *gpt, "--samples", "8", "--planner", "timed", "--json")[1])[0]
+    assert alone_s == pytest.approx(planned["predicted_s"], rel=1e-3)
+    assert found["first_s"] > 1.5 * alone_s
 
 
 @pytest.mark.parametrize(

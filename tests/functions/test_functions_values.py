@@ -45,6 +45,13 @@ def test_values_and_gradients(comm: AbstractCommunicator, name: str, ragged: boo
     torch.testing.assert_close(zeros if x.grad is None else x.grad, zeros if grad is None else grad, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_what_torch_does_not_add_is_summed(comm: AbstractCommunicator, dtype: torch.dtype) -> None:
+    sums = functions.allreduce(torch.tensor([1, comm.rank]).to(dtype), comm)
+    assert sums.dtype == dtype
+    assert sums.double().tolist() == [comm.size, sum(range(comm.size))]
+
+
 @pytest.mark.ranks(2, 3)
 def test_messages_of_megabytes(comm: AbstractCommunicator) -> None:
     """Which travel in pieces by MPI."""

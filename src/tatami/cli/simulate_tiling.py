@@ -14,15 +14,17 @@ from tatami.cli.network_options import NetworkOptions
 from tatami.cli.options import epilog, machines_of, optional, takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
-from tatami.cli.terminal import show, show_json
+from tatami.cli.terminal import show, show_json, width
 from tatami.cluster import Cluster
 from tatami.cluster.tables import nearest
 from tatami.errors import InputError, shortened
 from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
+from tatami.report.recommended import listed_machines
 from tatami.report.tables import table_of
+from tatami.report.words import wrapped
 from tatami.retiling import Retiler
-from tatami.tiling import DEFAULT_PLANNER, Layout, StagedLayout
+from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Layout, StagedLayout
 from tatami.tiling.staged import fastest_plan
 from tatami.units import format_duration
 from tatami.workload import Workload, as_probed
@@ -149,7 +151,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     def done(index: int, run: TilingRun) -> None:
         progress.advance(1, fields={"planner": labels[index]})
         if job.as_json:
-            show_json(tiling_record(labels[index], run))
+            show_json(tiling_record(labels[index], run, processors=jobs[index].layout.processors))
 
     with Runs(cores=job.cores) as started:
         found = started.map(_rehearse, jobs, done=done)
@@ -157,8 +159,11 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     if not job.as_json:
         show(_table(labels, found, title=f"{job.called}, {machines.size} processors"))
         for label, own in zip(labels, jobs, strict=True):
-            if isinstance(own.layout, Layout) and (idle := own.cluster.size - len(own.layout.processors)):
-                show(f"{label}: {idle} machines have no work and still hear the gradients of weights that every rank has")
+            if len(own.layout.processors) < own.cluster.size:
+                show(
+                    "",
+                    wrapped(f"{label}: {_who_works(own.layout, machines=own.cluster, workload=own.workload)}", width=width()),
+                )
         for label, run in zip(labels, found, strict=True):
             for decision in run.decisions:
                 show(f"{label}: {decision.reason}")
@@ -197,6 +202,19 @@ def _layout(job: SimulateTilingJob, planner: str, *, cluster: Cluster, workload:
     if planner != DEFAULT_PLANNER or job.stages == 1 or job.every is not None or job.trace is not None:
         workload = replace(workload, pieces=())
     return fastest_plan(planner, cluster=cluster, workload=workload, stages=job.stages, idle=True).layout
+
+
+def _who_works(layout: Layout | StagedLayout, *, machines: Cluster, workload: Workload) -> str:
+    """Which machines have work, and what an iteration would take if only these were started, which `tatami plan` prices."""
+    placed = layout.processors
+    who = f"{listed_machines(placed, cluster=machines)} {'has' if len(placed) == 1 else 'have'} work"
+    if isinstance(layout, StagedLayout):
+        return f"{who}; the others are in the run, too."
+    alone = AlphaBetaCost().price(layout, cluster=machines.only(placed), workload=replace(workload, pieces=()))
+    return (
+        f"{who}; the others are in the run, too, and hear the gradients of weights that every rank has. "
+        f"Started without them, an iteration is predicted to take {format_duration(alone.total, digits=4)}."
+    )
 
 
 def _rehearse(job: TilingJob | StagedJob) -> TilingRun:
@@ -238,10 +256,11 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         draw_losses_to(job.plot, cases, force=job.force)
 
 
-def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
-    """Return the `--json` record of a run."""
+def tiling_record(label: str, run: TilingRun, *, processors: Sequence[str]) -> dict[str, Any]:
+    """Return the `--json` record of a run; `processors` have work when it begins, the others are in it without."""
     return {
         "planner": label,
+        "processors": list(processors),
         "total_s": run.total_s,
         "first_s": run.iteration_s[0],
         "last_s": run.iteration_s[-1],

@@ -13,6 +13,9 @@ from tatami.functions.collectives import check_order, check_root, collective, on
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Torch does not add these; the sum of what has the same bits has the same bits."""
+
 
 def allreduce(x: Structure, comm: AbstractCommunicator, *extra: Never) -> Structure:
     """The sum over all ranks of `x`, the same bits on every rank. Backward sums the gradients of all ranks.
@@ -85,16 +88,18 @@ def _summed(name: str, comm: AbstractCommunicator, parts: dict[int, Structure]) 
 
 
 def _add_up(structures: Sequence[Structure]) -> Structure:
-    """Leaf by leaf, in order; halves in float32."""
+    """Leaf by leaf, in order; floats of fewer bits in float32."""
     columns = [flatten(each, operation="sum")[0] for each in structures]
     spec = flatten(structures[0], operation="sum")[1].spec
     return unflatten(spec, (_sum(column) for column in zip(*columns, strict=True)))
 
 
 def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    first, *others = tensors
-    half = first.dtype in (torch.float16, torch.bfloat16)
-    total = first.float() if half else first
+    dtype = tensors[0].dtype
+    if dtype in _SIGNED:
+        return _sum([tensor.view(_SIGNED[dtype]) for tensor in tensors]).view(dtype)
+    short = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    total, *others = [tensor.float() for tensor in tensors] if short else tensors
     for tensor in others:
-        total = total + tensor if total.dtype != torch.bool else total | tensor
-    return total.to(first.dtype)
+        total = total + tensor if dtype != torch.bool else total | tensor
+    return total.to(dtype)

@@ -23,10 +23,22 @@ _NO_FASTER = "no plan that gives them work was predicted to be faster"
 _LEAST_PART = 0.01
 
 
-def recommendation(plan: Plan, *, cluster: Cluster, width: int) -> str:
-    """The recommended plan in words, and who has no part in it, in lines of at most `width` characters."""
+def recommendation(plan: Plan, *, cluster: Cluster, width: int, with_idle_s: float | None = None) -> str:
+    """The recommended plan in words, and who has no part in it, in lines of at most `width` characters.
+
+    Args:
+        plan: the recommended one, priced as a run of those that have work.
+        cluster: what it was planned for.
+        width: characters.
+        with_idle_s: seconds of an iteration where the others are started, too; said where they are clearly more.
+    """
     words = plan_words(plan, cluster=cluster)
     idle = without_work(plan.layout.processors, cluster=cluster, reasons=plan.reasons)
+    if with_idle_s is not None and with_idle_s > plan.predicted_s * (1 + _LEAST_LOST):
+        idle += (
+            " Start the run without them: as ranks without work they hear the gradients of weights that every rank has, and an "
+            f"iteration takes {seconds_words(with_idle_s)}."
+        )
     layout, times = plan.layout, plan.workload.passes(recomputes=True)
     otherwise = memory_bytes(layout.keeping, workload=plan.workload, cluster=cluster.only(layout.processors))
     again = recomputing_words(plan, otherwise, times=times, cluster=cluster)
