@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -84,6 +85,15 @@ class Runs:
 def _begin() -> None:
     gc.freeze()  # what is there already stays to the end
     gc.set_threshold(_GC_THRESHOLD)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed closes no pool: its processes would wait for another run forever, and hold what it had open."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(function: Callable[[Any], Any], job: Any) -> Any:
