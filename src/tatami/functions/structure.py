@@ -250,7 +250,8 @@ def skeleton(spec: Spec, *, shapes: bool) -> Any:
     if isinstance(spec, _List):
         return [skeleton(item, shapes=shapes) for item in spec.items]
     if isinstance(spec, _Dict):
-        return {key: skeleton(item, shapes=shapes) for key, item in zip(spec.keys, spec.items, strict=True)}
+        items = [(key, skeleton(item, shapes=shapes)) for key, item in zip(spec.keys, spec.items, strict=True)]
+        return tuple(items) if shapes else dict(items)  # sums go by position
     if isinstance(spec, _Made):
         members = zip(spec.names, spec.items, strict=True)
         return spec.kind.__qualname__, tuple([(name, skeleton(item, shapes=shapes)) for name, item in members])

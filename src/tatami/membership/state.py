@@ -392,7 +392,7 @@ class Membership:
         self.held = Held(layout=change.layout, mirrors=change.mirrors)
 
     def _what_is_lost(self, lost: Sequence[Lost], *, advises: bool = True) -> str:
-        what = "; ".join(f"{self._named(each)}, held by {' and '.join(each.held_by)}," for each in lost)
+        what = "; ".join(f"{self._named(each)}, held by {' and '.join(each.held_by)}" for each in lost) + ","
         if not advises:
             return f"{self._why}, with which {what} are lost"
         advice = "copies=2 survives the death of one rank at a time"

@@ -50,19 +50,21 @@ def joined(outputs: Sequence[Any], axes: Sequence[int | None] | None) -> Any:
     return pytree.tree_unflatten(whole, pytree.tree_flatten(outputs[0])[1])
 
 
-def versions_of(network: nn.Module) -> dict[str, int]:
-    """How often each buffer was changed, but for those of batch normalization."""
+def versions_of(network: nn.Module) -> dict[str, Any]:
+    """How often each buffer was changed, but for those of batch normalization, and the numbers that modules hold."""
     owners = {name: module for name, module in network.named_modules() if not isinstance(module, BATCH_NORMS)}
-    return {name: buffer._version for name, buffer in network.named_buffers() if name.rpartition(".")[0] in owners}
+    versions = {name: buffer._version for name, buffer in network.named_buffers() if name.rpartition(".")[0] in owners}
+    held = ((f"{name}.{own}".lstrip("."), value) for name, module in owners.items() for own, value in vars(module).items())
+    return versions | {name: value for name, value in held if isinstance(value, int | float)}
 
 
-def refuse_changed(buffers: Sequence[str]) -> None:
+def refuse_changed(names: Sequence[str]) -> None:
     """
     Raises:
-        PlanError: there are some: buffers that each forward pass changes, in a batch of several micro-batches.
+        PlanError: there are some: buffers and attributes that each forward pass changes, in a batch of several micro-batches.
     """
-    if buffers:
+    if names:
         raise PlanError(
-            f"the forward pass changes {', '.join(buffers[:3])}, which would happen once for each micro-batch and not once for "
+            f"the forward pass changes {', '.join(names[:3])}, which would happen once for each micro-batch and not once for "
             "a batch. Use micro_batches=1 and a layout of one micro-batch for each replica, or change it between steps"
         )

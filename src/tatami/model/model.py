@@ -425,7 +425,7 @@ class TiledModel(nn.Module):
             for number, size in enumerate(sizes):
                 if number:
                     self.generator.set_state(state)  # every layer draws for the whole batch, and takes its samples' part
-                    refuse_changed([name for name, own in self._unseen_versions().items() if own != versions[name]])
+                    refuse_changed([name for name, own in self._unseen_versions().items() if own != versions.get(name)])
                 span = Span(start, start + size)
                 self._part = number
                 self._announce(samples, span, widths)
@@ -446,8 +446,8 @@ class TiledModel(nn.Module):
         self._gradients.finish_parts()
         self._average_statistics()
 
-    def _unseen_versions(self) -> dict[str, int]:
-        """How often each buffer was changed, where no sample showed which ones a forward pass changes."""
+    def _unseen_versions(self) -> dict[str, Any]:
+        """How often each buffer was changed, and the numbers in modules, where no sample showed what a forward pass changes."""
         is_seen = self.found.captured is not None or not self.module.training
         return {} if is_seen else versions_of(self.module)
 
@@ -988,7 +988,7 @@ class TiledModel(nn.Module):
                 "with one micro-batch for each replica"
             )
         if found.captured is not None and any(replica.micro_batches > 1 for replica in layout.replicas):
-            refuse_changed(sorted(found.captured.leaves_behind.buffers))
+            refuse_changed(sorted(found.captured.leaves_behind.buffers | found.captured.leaves_behind.counting))
         refuse_recomputation(layout, workload=workload)
         cluster = self.cluster if stage is None else self.cluster.only(_names_of(stage, self.names))
         comm = self.comm if stage is None else stage.comm

@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from tatami.comm.agreement import Watch, debugging, fail_together
+from tatami.comm.agreement import Watch, debugging, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.gradients.bucketed_sums import BucketedSums
@@ -70,11 +70,20 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             bucket_bytes: of the vectors that are reduced as one.
 
         Raises:
-            InputError: parameters that differ between ranks, and where; a lazy layer that has no shape yet; a `wire` that is no
-                float.
+            InputError: parameters or options that differ between ranks, and where; a lazy layer that has no shape yet; a `wire`
+                that is no float.
         """
         check_wire(wire)
         self.optimizer = optimizer
+        options = {
+            "optimizer": type(optimizer).__qualname__,
+            "weighted": weighted,
+            "wire": str(wire),
+            "double_buffering": double_buffering,
+            "algorithm": algorithm,
+            "bucket_bytes": bucket_bytes,
+        }
+        same_everywhere(comm, options, where="MultiNodeOptimizer")
         self._comm = comm.duplicate()
         self._weighted = weighted
         self._num_steps = 0

@@ -373,6 +373,7 @@ def workload_of(
     # Half precision is summed, and therefore travels, in float32 unless a wire is named.
     element_bytes = max((4, *(parameter.element_size() for parameter in trained.values())))
     kept_bytes = 0.0 if found.captured is None else found.captured.kept_bytes
+    behind = None if found.captured is None else found.captured.leaves_behind
     return Workload(
         samples=samples,
         blocks=blocks,
@@ -392,7 +393,7 @@ def workload_of(
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
         replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + 2 * _statistics_bytes(model),
         batch_statistics=() if local_statistics else _batch_statistics(model, found.captured),
-        micro_batches=1 if found.captured is not None and found.captured.leaves_behind.buffers else None,
+        micro_batches=1 if behind is not None and behind.buffers | behind.counting else None,
     )
 
 

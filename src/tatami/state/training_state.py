@@ -98,7 +98,7 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer, averages: 
     counters = {
         names[id(parameter)]: {key: value for key, value in state.items() if key not in _state(model, optimizer, parameter)}
         for parameter, state in optimizer.state.items()
-        if id(parameter) in names
+        if id(parameter) in names and _is_updated_here(model, parameter)
     }
     if model.stage is not None or model.sharding is not None:
         for each in model.comm.allgather_object(counters):
@@ -300,7 +300,9 @@ class Assembly:
                     for number, average in enumerate(self._averages):
                         average.restore(tensor, averaged.get(f"{_AVERAGE}{number}"))
                     optimizer.state.pop(tensor, None)
-                    kept = {**counters.get(name, {}), **found}
+                    was = getattr(torch, self._common["tensors"][name][1])
+                    own = {key: part.to(tensor.dtype) if part.dtype == was else part for key, part in found.items()}
+                    kept = {**counters.get(name, {}), **own}
                     if kept:
                         optimizer.state[tensor] = kept
         for group, settings in self._groups:
@@ -343,6 +345,14 @@ def _copy(target: torch.Tensor, goes: _Places, source: torch.Tensor, comes: _Pla
 def _sharding(model: TiledModel, tensor: torch.Tensor) -> ShardedSums | None:
     """What knows the shard of a weight that is here; None where this rank has the optimizer's state of all of it."""
     return model.sharding if model.sharding is not None and model.sharding.knows(tensor) else None
+
+
+def _is_updated_here(model: TiledModel, parameter: torch.Tensor) -> bool:
+    """Not where it is on other stages, or wholly in shards of others: some optimizers have a counter there, which stays 0."""
+    if (sharding := _sharding(model, parameter)) is not None:
+        start, stop = sharding.range_of(parameter)
+        return start < stop
+    return not isinstance(parameter, StandIn)
 
 
 def _state(model: TiledModel, optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -201,7 +201,7 @@ def progress_state(setup: TrainingSetup, position: TrainingPosition) -> State:
         InputError: a callback has the state of an optimizer of the weights, which differs between ranks.
     """
     callbacks = setup.callbacks.state_dict()
-    refuse_rows(setup.model, {f"the state_dict of callback {number}": each for number, each in enumerate(callbacks)})
+    refuse_rows(setup.model, {f"the state_dict of callback {kind}": state for kind, state in callbacks})
     return {
         "position": dataclasses.asdict(position),
         **draws_state(setup.model),
@@ -236,6 +236,8 @@ def _assembled(
             f"it was saved within an epoch, which can only go on as it began: {changed}. Give Trainer and fit what they were "
             "given then"
         )
+    if setup.learning_rate is not None and common["learning_rate"] is not None:
+        setup.learning_rate.check(common["learning_rate"])
     restore_layout(model, setup.optimizer, common)
     assembly = Assembly(model, setup.optimizer, averages_of(model.parameters()), common=common)
     assembly.take(first["shard"])
@@ -252,10 +254,11 @@ def restore_progress(setup: TrainingSetup, position: TrainingPosition, common: M
     for name, value in common["position"].items():
         setattr(position, name, value)
     restore_draws(setup.model, common)
-    setup.updates.scaler.load_state_dict(common["scaler"])
+    if common["scaler"]:  # otherwise it was written without one
+        setup.updates.scaler.load_state_dict(common["scaler"])
     if setup.learning_rate is not None and common["learning_rate"] is not None:
         setup.learning_rate.load_state_dict(common["learning_rate"])
     elif (setup.learning_rate is None) != (common["learning_rate"] is None) and setup.model.comm.rank == 0:
         was, now = ("with", "without") if setup.learning_rate is None else ("without", "with")
         warn(f"the checkpoint was written {was} a scheduler, and the run goes on {now} one: its learning rates are others now")
-    setup.callbacks.load_state_dict(common["callbacks"])
+    setup.callbacks.load_state_dict(common["callbacks"], says=setup.model.comm.rank == 0)

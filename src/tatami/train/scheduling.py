@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tatami.errors import InputError
+from tatami.errors import CheckpointError, InputError, warn
 from tatami.inputs import check_at_least
 from tatami.train.retiling import Check
 
@@ -90,7 +90,18 @@ class LearningRate:
         self.scheduler.step(values[config.monitor])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self._count, "scheduler": self.scheduler.state_dict()}
+        return {"count": self._count, "kind": type(self.scheduler).__name__, "scheduler": self.scheduler.state_dict()}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            CheckpointError: the state is of another kind of scheduler.
+        """
+        kind = type(self.scheduler).__name__
+        if state.get("kind", kind) != kind:  # an earlier version did not say it
+            raise CheckpointError(
+                f"its learning rates are of {state['kind']}, and this run's scheduler is {kind}. Give the same kind"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._count = state["count"]
@@ -155,11 +166,17 @@ class Callbacks:
             if function is not None:
                 function(*values)
 
-    def state_dict(self) -> list[Any]:
-        return [each.state_dict() if hasattr(each, "state_dict") else None for each in self._all]
+    def state_dict(self) -> list[tuple[str, Any]]:
+        """The kind and the state of each that has one."""
+        return [(type(each).__name__, each.state_dict()) for each in self._all if hasattr(each, "state_dict")]
 
-    def load_state_dict(self, states: list[Any]) -> None:
-        """Loads the states of a run with the same callbacks in the same order; others are ignored."""
-        for each, state in zip(self._all, states, strict=False):
-            if state is not None and hasattr(each, "load_state_dict"):
-                each.load_state_dict(state)
+    def load_state_dict(self, states: Sequence[Any], *, says: bool) -> None:
+        """Each gets the state of the next one of its kind; `says`: warn of those that are left."""
+        left = [tuple(each) for each in states if isinstance(each, list | tuple)]
+        for each in self._all:
+            found = next((one for one in left if one[0] == type(each).__name__), None)
+            if found is not None and hasattr(each, "load_state_dict"):
+                left.remove(found)
+                each.load_state_dict(found[1])
+        if left and says:
+            warn(f"the checkpoint has states of callbacks that this run does not have: {', '.join(kind for kind, _ in left)}")

@@ -86,7 +86,8 @@ class Trainer:
 
     Attributes:
         optimizer: of the tiled model's parameters.
-        should_stop: set by a callback on any rank, ends `fit` after the update.
+        should_stop: set by a callback on any rank, ends `fit` after the next update, with which the other ranks hear of it;
+            at once where it is set at the end of an epoch.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from tatami.errors import ModelError
 from tatami.partition.tracing.exporting import ModuleCall
 from tatami.partition.tracing.flop_counting import PassFlop
 from tatami.partition.tracing.layers import KeptByLayer, layer_bytes, repeated_layers
-from tatami.partition.tracing.mixing import EITHER, LeftBehind, attribute, kept_of_samples, mixture_of
+from tatami.partition.tracing.mixing import EITHER, LeftBehind, attribute, counting, kept_of_samples, mixture_of
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import FEWEST, Sample
 from tatami.partition.tracing.saved_activations import Keeping, Kept, forward_alone
@@ -161,8 +161,8 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._NormBase)
     ]
-    changed = [name for name in watch.changed if not name.startswith(tuple(statistics))]
-    with_gradient = tuple(name for name in changed if name in watch.with_gradient)
+    changed = frozenset(name for name in watch.changed if not name.startswith(tuple(statistics)))
+    with_gradient = tuple(name for name in watch.changed if name in changed & watch.with_gradient)
     draws_or_normalizes = bool(watch.draws or watch.normalizes or statistics)
     mixture = mixture_of(
         model,
@@ -199,10 +199,11 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         result_axes=_result_axes(watch.results, other_watch.results),
         runs_without_samples=_runs_without_samples(model, most),
         leaves_behind=LeftBehind(
-            buffers=frozenset(changed) & dict(model.named_buffers()).keys(),
-            attributes=frozenset(changed) - dict(model.named_buffers()).keys(),
+            buffers=changed & dict(model.named_buffers()).keys(),
+            attributes=changed - dict(model.named_buffers()).keys(),
             with_gradient=with_gradient,
             of_samples=kept_of_samples(model, most, changed),
+            counting=counting(model, most, changed - dict(model.named_buffers()).keys()),
         ),
     )
 

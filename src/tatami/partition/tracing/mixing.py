@@ -43,12 +43,14 @@ class LeftBehind:
         attributes: what it changes beside buffers.
         with_gradient: of them, those that lead to the weights: losses and results that are kept to be fetched.
         of_samples: buffers that depend on its samples, and attributes by which the next pass does.
+        counting: attributes by which another pass of the same samples has another result, and numbers that it changes again.
     """
 
     buffers: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     with_gradient: tuple[str, ...] = ()
     of_samples: tuple[str, ...] = ()
+    counting: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +248,23 @@ def kept_of_samples(model: nn.Module, sample: Sample, changed: Collection[str]) 
     buffers = {name for name, _ in model.named_buffers()}
     differs = {name for name in changed if not alike(one.first.get(name), two.first.get(name))}
     is_seen = any(
-        isinstance(a, torch.Tensor) and not close(a, b, tolerance=_ALIKE) for a, b in zip(one.result, two.result, strict=False)
+        isinstance(a, torch.Tensor) and not close(a, b, tolerance=_ALIKE)
+        for a, b in zip(one.results[1], two.results[1], strict=False)
     )
     later = differs if is_seen else {name for name in changed if not alike(one.second.get(name), two.second.get(name))}
     return tuple(sorted(later | (differs & buffers)))
+
+
+def counting(model: nn.Module, sample: Sample, attributes: Collection[str]) -> frozenset[str]:
+    """Those of the changed attributes that one pass for each micro-batch changes otherwise than one for the batch."""
+    if not attributes:
+        return frozenset()
+    with SteadyDraws():
+        passes = _passes(model, sample, sample)
+    again = {name for name in attributes if not alike(passes.first.get(name), passes.second.get(name))}
+    if all(a is b or not isinstance(a, torch.Tensor) or torch.equal(a, b) for a, b in zip(*passes.results, strict=False)):
+        again = {name for name in again if isinstance(passes.second.get(name), int | float)}
+    return frozenset(again)
 
 
 class SteadyDraws(TorchFunctionMode):
@@ -265,19 +280,19 @@ class SteadyDraws(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class _TwoPasses:
-    """What modules hold after the first and after the second of two passes, and what the second one gives."""
+    """What modules hold after the first and after the second of two passes, and what both give."""
 
     first: dict[str, Any]
     second: dict[str, Any]
-    result: list[Any]
+    results: tuple[list[Any], list[Any]]
 
 
 def _passes(model: nn.Module, one: Sample, other: Sample) -> _TwoPasses:
     with unchanged(model) as state, torch.enable_grad():
-        model(*one.args, **one.kwargs)
+        before = _detached(pytree.tree_leaves(model(*one.args, **one.kwargs)))
         first = state.changes()
         result = _detached(pytree.tree_leaves(model(*other.args, **other.kwargs)))
-        return _TwoPasses(first=first, second=state.changes(), result=result)
+        return _TwoPasses(first=first, second=state.changes(), results=(before, result))
 
 
 def attribute(model: nn.Module, name: str) -> Any:
