@@ -13,17 +13,23 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 
-from tatami.errors import InputError
+from tatami.errors import InputError, warn
 from tatami.gradients.passes import is_output, leads_to, samples_axis
 
 _LINEAR = frozenset({
     "Add", "Sub", "Neg", "Rsub", "View", "ReshapeAlias", "Sum", "Nansum", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy",
     "Clone", "Alias", "Mean", "Stack", "Select", "Expand",
 })  # fmt: skip
+_PASSING = _LINEAR | frozenset({
+    "Where", "Lerp", "Cat", "Index", "NanToNum", "Repeat", "Permute", "Transpose", "T", "Mm", "Bmm", "Mv", "Dot", "Addmm",
+    "Slice", "Unbind", "Split", "CopySlices", "AsStrided", "Copy", "NativeDropout", "MaskedFill", "IndexPut", "SelectScatter",
+})  # fmt: skip
+"""What else a single number may go through: whatever is linear in it, or does not change it."""
 _PRODUCTS = frozenset({"Mul", "Div"})
 _BENT = frozenset({
     "Sqrt", "Abs", "Log", "Log1P", "Exp", "Pow", "Relu", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "Sigmoid",
@@ -36,12 +42,19 @@ _REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
     "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "StdMean", "Var", "VarMean", "Logsumexp",
     "Prod", "Median", "Nanmedian", "Mode", "Kthvalue", "Topk", "Sort", "Cummax", "Cummin", "Cumsum", "Cumprod", "Logcumsumexp",
-    "Softmax", "LogSoftmax", "Roll", "NativeBatchNorm", "CudnnBatchNorm",
+    "Softmax", "LogSoftmax", "Roll", "Flip", "NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "Dist", "Pdist",
+    "FftC2C", "FftR2C", "FftC2R", "LinalgSvd", "LinalgQr", "LinalgEigh", "LinalgEig", "LinalgSlogdet", "LinalgDet",
+    "LinalgInvEx", "LinalgCholeskyEx", "LinalgSolveEx", "LinalgLstsq",
 })  # fmt: skip
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
 _OVER_OTHERS = _REDUCING | {"NllLoss", "LinalgVectorNorm", "Norm", "Logsumexp", "Amax", "Amin"}
 """Operations that may reduce each row to a number."""
-_TURNING = frozenset({"T", "Transpose", "Permute", "Flip"})
+_TAKING = frozenset({"Slice", "Select"})
+_CHOOSING_ROWS = frozenset({"Index", "IndexSelect"})
+_SUM = 2
+"""What torch calls reduction="sum"."""
+_RESHAPING = frozenset({"View", "UnsafeView", "ReshapeAlias"})
+_ADDING_ROWS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce", "IndexReduce"})
 _CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
 _CHOOSING = ("Index", "MaskedSelect")
 _ACROSS_RANKS = frozenset({
@@ -79,11 +92,15 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         multiplies = name in _PRODUCTS | _MATRIX_PRODUCTS and sum(_leads_to_output([other]) for other in below) > 1
         if name in _COUPLING and _is_over_samples(node):
             raise _couples(name)
-        if bent and name in _REDUCING and _is_over_samples(node):  # such as the square of a mean, or its part of a difference
+        if bent and _reduces_samples(name, node):  # such as the square of a mean, or its part of a difference
             raise _couples(bent)
+        if name in _CHOOSING_ROWS and _permutes_samples(node):
+            raise _couples(name)
+        if name.startswith("CompiledFunction") and _leads_to_output(below):
+            _say_compiled()
         if _pairs(below) if multiplies and name in _MATRIX_PRODUCTS else _is_broadcast_twice(below):
             raise _couples(name)
-        if name == "Slice" and _is_over_samples(node):
+        if name in _TAKING and _is_over_samples(node):
             rows, samples_here = _rows(node)
             cut.setdefault((node.next_functions[0], samples_here), set()).add(rows)
         is_cut = is_cut or (name in _CUTTING and _is_over_samples(node))
@@ -102,7 +119,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
                 f"the loss is a mean over {chosen} elements that a mask chooses, which is no multiple of the {samples} samples "
                 f"of this rank. {_REMEDY}; or take the sum, with reduction='sum'"
             )
-        if name == "Div" and samples and single and _operation(single[0]) in ("Sum", "Nansum"):
+        if name == "Div" and samples and single and _is_sum(single[0]):
             other = getattr(node, "_saved_other", None)
             divisor = float(other) if type(other) is torch.Tensor and other.numel() == 1 else 0.0
             if divisor % samples > 1e-6 * divisor and _leads_to_output(below):
@@ -118,7 +135,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
                     f"the loss is a cross-entropy that divides by {total:g}, the weights of its targets, of which there are "
                     f"{targets}: class weights, or targets that are left out (ignore_index). {_REMEDY}; or use reduction='sum'"
                 )
-        elif (name in _BENT and single) or (name in _COUPLING and not single) or (name in _PRODUCTS and len(single) > 1):
+        elif (_is_bent(name, node) and single) or (name in _COUPLING and not single) or (name in _PRODUCTS and len(single) > 1):
             found = [_leads_to_output([other]) for other in (single if single else below)]
             if sum(found) > (name in _PRODUCTS):
                 raise _couples(name)
@@ -156,45 +173,128 @@ def _couples(operation: str) -> InputError:
     return InputError(f"the loss takes {operation} of numbers of several samples. {_REMEDY}")
 
 
+@cache
+def _say_compiled() -> None:
+    warn(
+        "the loss, or a part of it, is compiled, and what it does with the samples is not seen: one that is neither the mean "
+        "nor the sum of what its samples give one by one would not be refused. Compute one step without torch.compile"
+    )
+
+
+def _is_bent(name: str, node: Any) -> bool:
+    """Whether an operation of torch, on a single number, may be other than linear in it."""
+    is_own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return name in _BENT or not (is_own or name in _PASSING | _PRODUCTS or name.startswith("CompiledFunction"))
+
+
+def _is_sum(node: Any) -> bool:
+    return _operation(node) in ("Sum", "Nansum") or getattr(node, "_saved_reduction", 0) == _SUM
+
+
+def _reduces_samples(name: str, node: Any) -> bool:
+    """Whether an operation adds up numbers of several samples."""
+    if name in ("Mm", "Mv"):
+        one, other = (each if each is not None and _leads_to_output([each]) else None for each, _ in node.next_functions)
+        if (one is None) == (other is None):
+            return False
+        return _is_over(other, {0}) if one is None else _is_over(one, {1})
+    return name in _REDUCING | _ADDING_ROWS and _is_over_samples(node)
+
+
+def _permutes_samples(node: Any) -> bool:
+    """Whether rows of samples are taken in another order, all of them."""
+    operand = node.next_functions[0][0]
+    if _operation(node) == "IndexSelect":
+        axis, index = node._saved_dim, node._saved_index
+    else:
+        axis, index = 0, node._saved_indices[0]
+        if any(each is not None for each in node._saved_indices[1:]):
+            return False  # an element of each row
+    shape = _shape(operand) if operand is not None else ()
+    if index is None or index.dtype in (torch.bool, torch.uint8) or index.dim() != 1 or not shape:
+        return False
+    order = index.tolist()
+    axis %= len(shape)
+    return order != sorted(order) and sorted(order) == [*range(shape[axis])] and _is_over(operand, {axis})
+
+
 def _axes(node: Any, *, among: int) -> set[int]:
     """The axes that an operation goes along, of so many; all of them where the graph does not say."""
-    if _operation(node).endswith("BatchNorm"):
+    name = _operation(node)
+    if name.endswith("BatchNorm"):
         return {0} if node._saved_training else set()
+    if name == "NativeLayerNorm":
+        return set(range(among - len(node._saved_normalized_shape), among))
+    if name.startswith("Linalg") and name != "LinalgVectorNorm":
+        return set(range(among)[-2:])
+    if name == "Pdist":
+        return {0}
     given = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
     given = (given,) if isinstance(given, int) else given or range(among)
-    return {(axis - 2**64 if axis >= 2**63 else axis) % among for axis in given}  # torch keeps -1 without its sign
+    return {_axis(each, among) for each in given}
+
+
+def _axis(number: int, among: int) -> int:
+    return (number - 2**64 if number >= 2**63 else number) % among  # torch keeps -1 without its sign
 
 
 def _is_over_samples(node: Any) -> bool:
     """Whether an operation goes along the samples of an output of the network, or of what was made of it row by row."""
-    operand = node.next_functions[0][0]
-    shape = () if operand is None else _shape(operand)
-    if not shape or 0 in shape:
+    operand = next((other for other, _ in node.next_functions if other is not None), None)
+    return operand is not None and _is_over(operand, _axes(node, among=max(1, len(_shape(operand)))))
+
+
+def _is_over(operand: Any, axes: Iterable[int]) -> bool:
+    """As `_is_over_samples`, of some axes of what an operation takes."""
+    if not _shape(operand) or 0 in _shape(operand):
         return False
-    axes = _axes(node, among=len(shape))
-    waiting, seen = [operand], set[Any]()
+    waiting, seen = [(operand, frozenset(axes))], set[Any]()
     while waiting:
-        node = waiting.pop()
-        if node in seen:
+        node, along = waiting.pop()
+        if (node, along) in seen:
             continue
-        seen.add(node)
+        seen.add((node, along))
         name, shape = _operation(node), _shape(node)
-        if is_output(node) and samples_axis(node) in axes:
-            return True
-        if is_output(node) or name in _TURNING:
+        if is_output(node):
+            if samples_axis(node) in along:
+                return True
             continue
         for below in (other for other, _ in node.next_functions if other is not None):
             own = _shape(below)
-            reduces = name in _OVER_OTHERS and axes == {0} and own[:1] == shape[:1] and len(own) > 1
-            if own == shape or (reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own)))):
-                waiting.append(below)
+            moved = _moved(name, node, along, among=len(own))
+            reduces = name in _OVER_OTHERS and along == {0} and own[:1] == shape[:1] and len(own) > 1
+            if moved is not None:
+                waiting.append((below, moved))
+            elif own == shape or (reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own)))):
+                waiting.append((below, along))
     return False
+
+
+def _moved(name: str, node: Any, axes: frozenset[int], *, among: int) -> frozenset[int] | None:
+    """Which axes of its operand, of so many, the axes of a result are; None for what neither turns, drops nor adds any."""
+    if name in ("T", "Transpose") and among > 1:
+        one, other = (0, 1) if name == "T" else (_axis(node._saved_dim0, among), _axis(node._saved_dim1, among))
+        return frozenset({one: other, other: one}.get(axis, axis) for axis in axes)
+    if name == "Permute":
+        return frozenset(_axis(node._saved_dims[axis], among) for axis in axes)
+    if name == "Select":
+        dropped = _axis(node._saved_dim, among)
+        return frozenset(axis + (axis >= dropped) for axis in axes)
+    if name in _RESHAPING and axes == {0} and among and _shape(node):
+        return axes  # the first axis, longer or shorter, has what the first one has
+    if name == "Unsqueeze":
+        added = _axis(node._saved_dim, among + 1)
+        return frozenset(axis - (axis > added) for axis in axes if axis != added)
+    return None
 
 
 def _rows(node: Any) -> tuple[range, int]:
     """Which ones a slice takes along its axis, and of how many."""
     shape = _shape(node.next_functions[0][0])
     (axis,) = _axes(node, among=len(shape))
+    if _operation(node) == "Select":
+        index = _axis(node._saved_index, shape[axis])
+        return range(index, index + 1), shape[axis]
     return range(shape[axis])[node._saved_start : node._saved_end : node._saved_step], shape[axis]
 
 
@@ -208,7 +308,7 @@ def _parts(node: Any, number: int) -> set[tuple[Any, Any]]:
         seen.add(edge)
         name = _operation(node)
         if name in _CUTTING and _is_over_samples(node):
-            part = _rows(node) if name == "Slice" else node._saved_index if name == "Select" else number
+            part = _rows(node) if name in _TAKING else number
             found.add((node.next_functions[0], part))
         else:
             waiting += node.next_functions

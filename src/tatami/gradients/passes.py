@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -112,28 +113,42 @@ class Quotient(torch.autograd.Function):
 
 
 class OverBatch(torch.autograd.Function):
-    """The number of the global batch in place of that of this rank's samples.
+    """The number of the global batch in place of that of this rank's samples: the sum over the ranks, by their shares.
 
-    Gradients pass as they are: those of parameters are weighed by the replica's share of the batch, as this number is.
+    Gradients take the same sum, for what each rank does with the number counts for the global loss by the rank's share; those
+    of parameters are weighed by the share afterwards.
     """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return total
+    def forward(ctx: Any, own: torch.Tensor, sum_over: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.sum_over = sum_over
+        return sum_over(own)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return OverBatch.apply(grad, ctx.sum_over), None  # type: ignore[no-untyped-call]
 
 
-def over_batch(mean: torch.Tensor, *, share: float, comm: AbstractCommunicator) -> torch.Tensor:
-    """The mean over the global batch, where `mean` is that over this rank's samples, which are `share` of it. Collective."""
-    total = torch.zeros(mean.shape, dtype=torch.float64, device="cpu")
-    if share:  # the mean of no samples is not a number
-        total.add_(mean.detach().to(total), alpha=share)
-    if comm.size > 1:
-        comm.allreduce(total)
-    whole: torch.Tensor = OverBatch.apply(mean, total.to(mean))  # type: ignore[no-untyped-call]
+def over_batch(
+    mean: torch.Tensor,
+    *,
+    share: float,
+    comm: AbstractCommunicator,
+    waits: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> torch.Tensor:
+    """The mean over the global batch, where `mean` is that over this rank's samples, which are `share` of it. Collective, as is
+    its backward pass; `waits` is around both sums."""
+
+    def sum_over(own: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(own.shape, dtype=torch.float64, device="cpu")
+        if share:  # the mean of no samples is not a number
+            total.add_(own.detach().to(total), alpha=share)
+        if comm.size > 1:
+            with waits():
+                comm.allreduce(total)
+        return total.to(own)
+
+    whole: torch.Tensor = OverBatch.apply(mean, sum_over)  # type: ignore[no-untyped-call]
     return whole
 
 

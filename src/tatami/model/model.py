@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Any, Never
 
@@ -677,8 +678,7 @@ class TiledModel(nn.Module):
             raise InputError("model.over_batch is for losses that are a mean over a batch computed in one part")
         samples, here = self._rank.samples, self._rank.mine.size
         share = here / samples if here and self._rank.speaks else 0.0
-        with self.phases.during(IterationPhase.GRADIENTS):
-            return over_batch(mean, share=share, comm=self.comm)
+        return over_batch(mean, share=share, comm=self.comm, waits=partial(self.phases.during, IterationPhase.GRADIENTS))
 
     def check_loss(self, loss: Callable[..., torch.Tensor], *here: Any, what: str = "check_loss") -> None:
         """Look whether a loss is the mean, or the sum, of what samples give one by one, by computing it of parts. Collective.

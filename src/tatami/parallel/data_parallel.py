@@ -34,6 +34,7 @@ from tatami.inputs import check_at_least
 from tatami.parallel.batch_norm import MultiNodeBatchNorm
 from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import is_finite, refuse_not_finite
+from tatami.partition.exactness import refuse_compiling
 from tatami.same_model import broadcast_model
 from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
 from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
@@ -152,10 +153,13 @@ class DataParallel(nn.Module):
         """The module's own. The first tensor among the arguments tells the number of samples: its first dimension.
 
         Raises:
+            ModelError: this runs under `torch.compile`.
             InputError: no such tensor, or an output without a tensor that needs gradients; on all ranks, now and then,
                 optimizers that do not step alike.
             TrainingError: the backward pass before this one was broken off.
         """
+        if self._comm.size > 1:
+            refuse_compiling()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         with fail_together(self._comm, only=TatamiError):

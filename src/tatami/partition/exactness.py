@@ -198,6 +198,6 @@ def refuse_compiling() -> None:
     frames: Any = torch._C._dynamo.eval_frame
     if frames.get_eval_frame_callback() is not None:
         raise ModelError(
-            "torch.compile follows a tiled model into the sums over its ranks, which it cannot compile. Call the tiled model "
-            "outside of torch.compile; on one rank alone it may be compiled"
+            "torch.compile follows a tiled model, or DataParallel, into the sums over its ranks, which it cannot compile. Call "
+            "it outside of torch.compile, and compile the module inside of DataParallel; on one rank alone it may be compiled"
         )
