@@ -9,6 +9,7 @@ from operations import OPERATIONS, RAGGED, cut
 
 from tatami import functions
 from tatami.comm import AbstractCommunicator
+from tatami.errors import CommError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -50,6 +51,17 @@ def test_what_torch_does_not_add_is_summed(comm: AbstractCommunicator, dtype: to
     sums = functions.allreduce(torch.tensor([1, comm.rank]).to(dtype), comm)
     assert sums.dtype == dtype
     assert sums.double().tolist() == [comm.size, sum(range(comm.size))]
+
+
+@pytest.mark.ranks(2, 3)
+def test_dicts_in_another_order_are_not_summed(comm: AbstractCommunicator) -> None:
+    """Their tensors go by position; where nothing is summed, each is put together as its rank has it."""
+    one, other = torch.tensor([1.0]), torch.tensor([10.0])
+    value: Any = {"a": one, "b": other} if comm.rank == 0 else {"b": other, "a": one}
+    gathered: Any = functions.allgather(value, comm)
+    assert [(each["a"].item(), each["b"].item()) for each in gathered] == [(1.0, 10.0)] * comm.size
+    with pytest.raises(CommError, match=r"allreduce: rank .* give different shapes, dtypes or structures: \{'"):
+        functions.allreduce(value, comm)
 
 
 @pytest.mark.ranks(2, 3)

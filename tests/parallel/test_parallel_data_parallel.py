@@ -16,6 +16,7 @@ from drawing import mlp
 from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverlap, SharedOverlap, overlap
 from tatami.errors import CommTimeoutError, InputError, ModelError, RankDiedError, TrainingError
+from tatami.gradients import loss_graph
 from tatami.gradients.buckets import lay_buckets
 from tatami.parallel import DataParallel
 from tatami.testing.worlds import WORLD_TIMEOUT_S, World
@@ -115,6 +116,27 @@ def test_a_sum_over_samples_stays_a_sum_and_penalties_are_averaged(comm: Abstrac
         each.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only  # one of them warns
+def test_it_is_not_compiled_but_its_module_may_be(world: World) -> None:
+    (x, y), plain = batch(world.size), network(0)
+    mse(plain(x), y).backward()
+    networks = [network(0) for _ in range(world.size)]
+    loss: Any = torch.compile(mse, backend="aot_eager")
+    loss(torch.ones(2, requires_grad=True), torch.ones(2))  # compiled by one thread
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = DataParallel(networks[comm.rank], comm)
+        with pytest.raises(ModelError, match=r"torch\.compile follows a tiled model, or DataParallel.* the module inside"):
+            torch.compile(model, backend="eager")(local(comm, x))
+        loss(model(local(comm, x)), local(comm, y)).backward()
+        assert_same(gradients(model.module), gradients(plain))
+
+    loss_graph._say_compiled.cache_clear()
+    with pytest.warns(UserWarning, match="is compiled, and what it does with the samples is not seen"):
+        world(body)
+
+
 def test_a_mean_that_is_not_over_samples_is_refused_or_made_of_means_over_the_batch(comm: AbstractCommunicator) -> None:
     x, y = batch(comm.size)
     weights = torch.tensor([1.0, 2.0, 0.3], dtype=torch.float64)
@@ -133,7 +155,8 @@ def test_a_mean_that_is_not_over_samples_is_refused_or_made_of_means_over_the_ba
 
     def exact(output: torch.Tensor, target: torch.Tensor, over: Any) -> Any:
         mask = (target[:, 0] > -1).double()
-        return over(mse(output, target)).sqrt() + over((output.square().sum(1) * mask).mean()) / over(mask.mean())
+        spread = over((output - over(output.mean(0))).square().mean())
+        return over(mse(output, target)).sqrt() + over((output.square().sum(1) * mask).mean()) / over(mask.mean()) + spread
 
     model.zero_grad()
     value, expected = exact(model(here), target, model.over_batch), exact(plain(x), y, lambda mean: mean)

@@ -237,6 +237,14 @@ def test_what_can_not_be_is_told_on_all_ranks(comm: AbstractCommunicator) -> Non
     with pytest.raises(InputError, match=r"wire=torch\.int32 is not a floating dtype; choose torch\.bfloat16"):
         MultiNodeOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), comm, wire=torch.int32)
     weight = nn.Parameter(torch.zeros(2))
+    for name, values in {
+        "wire": (None, torch.bfloat16), "double_buffering": (False, True), "weighted": (False, True), "bucket_bytes": (64, 8),
+    }.items():  # fmt: skip
+        options: Any = {name: values[comm.rank > 0]}
+        with pytest.raises(InputError, match=f"rank 0 has {name} {values[0]}, rank 1 has {name} {values[1]}"):
+            MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, **options)
+    with pytest.raises(InputError, match="rank 0 has optimizer SGD, rank 1 has optimizer Adam"):
+        MultiNodeOptimizer((torch.optim.SGD if comm.rank == 0 else torch.optim.Adam)([weight], lr=1.0), comm)
     optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm)
     weight.grad = torch.ones(2).to_sparse()
     with pytest.raises(InputError, match=r"the gradient of parameter 0 is torch\.sparse_coo"):

@@ -633,6 +633,40 @@ def test_what_has_no_part_in_the_loss_has_no_gradient_in_any_stage(world: World,
     assert_same(found, network.state_dict())
 
 
+class Annealed(nn.Module):
+    """Has a number that each pass in training changes, and one that no result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.temperature, self.num_passes, self.seen = 1.0, 0, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.temperature *= 0.9
+            self.num_passes += 1
+        self.seen = self.first(x).detach()
+        out: torch.Tensor = self.last(self.first(x).tanh()) / self.temperature
+        return out
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_number_that_a_pass_changes_is_changed_once_for_a_batch(comm: AbstractCommunicator, sampled: bool) -> None:
+    x, y, network = floats(12, 6), floats(12, 3), Annealed().double()
+    given: Any = {"batch_size": 12, "reduction": "mean", "quiet": True, "speeds": "equal"}
+    given |= {"sample": x[:4]} if sampled else {}
+
+    def step(model: Any) -> None:
+        for own_x, own_y in model.micro_batches(x, y):
+            F.mse_loss(model(own_x), own_y).backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(PlanError, match=r"the forward pass changes (num_passes, )?temperature"):
+        step(tatami.tile(copy.deepcopy(network), comm, **given, micro_batches=2))
+    model: Any = tatami.tile(copy.deepcopy(network), comm, **given)
+    step(model)
+    assert (model.module.temperature, model.module.num_passes) == (0.9, 1)
+
+
 def test_what_a_pass_changes_is_changed_once_for_a_batch(comm: AbstractCommunicator) -> None:
     x, y, network = floats(12, 6), floats(12, 3), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     parametrizations.spectral_norm(network[2])

@@ -1,8 +1,10 @@
 """A run that goes on from a checkpoint, in mid-epoch, has the numbers of the run that was not interrupted."""
 
+import copy
 import errno
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,8 @@ def network() -> nn.Module:
 
 
 NETWORK = network()
-"""Built once: ranks that are threads share torch's random state."""
+SMALL = one_at_a_time(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double())()
+"""Built once, both: ranks that are threads share torch's random state."""
 DECAY = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7)
 
 
@@ -446,6 +449,83 @@ def test_a_scheduler_that_is_no_longer_there_is_warned_about(comm: AbstractCommu
     trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), seed=4)
     with pytest.warns(UserWarning, match="was written with a scheduler, and the run goes on without one"):
         trainer.fit(inputs(), batch_size=BATCH, epochs=3, resume=tmp_path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "options", [{"stages": 2}, {"sharded_optimizer": True, "planner": "weighted"}], ids=["stages", "shards"]
+)
+def test_counters_are_those_of_the_ranks_that_update_a_weight(
+    comm: AbstractCommunicator, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Adagrad has one for every weight from the beginning; where a rank does not update the weight, it stays 0."""
+    (x, y), plain = inputs(), copy.deepcopy(SMALL)
+    adagrad = partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1)
+    expected = adagrad(plain.parameters())
+    for resumes in (False, True):
+        given = {"batch_size": SAMPLES, "reduction": "mean", "speeds": "equal", "quiet": True, **options}
+        model = tile(copy.deepcopy(SMALL), comm, sample=x[:2], **given)
+        optimizer = adagrad(model.parameters())
+        if resumes:
+            tatami.load_training(tmp_path, model, optimizer)
+        for _ in range(3):
+            for each, make in ((model, optimizer), (plain, expected)):
+                make.zero_grad()
+                here = each.local(x, y) if each is model else (x, y)
+                F.mse_loss(each(here[0]), here[1]).backward()  # type: ignore[no-untyped-call]
+                make.step()
+        if not resumes:
+            tatami.save_training(tmp_path, model, optimizer, step=3)
+    found = comm.bcast_object(whole_state_dict(model))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+class Counts(Callback):
+    """How many updates there were."""
+
+    count = 0
+
+    def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class AlsoCounts(Counts):
+    pass
+
+
+@pytest.mark.ranks(1, 2)
+def test_states_go_to_what_is_of_their_kind(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    """Those of callbacks in another order, of a schedule, of a scaler that there was not, of weights of another dtype."""
+
+    def fit(iterations: int, *callbacks: Callback, schedule: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+        model = tile(copy.deepcopy(SMALL).to(dtype), comm, batch_size=BATCH, speeds="equal", quiet=True)
+        given = {"loss": nn.MSELoss(), "callbacks": callbacks, "scheduler": schedule, **options}
+        trainer = Trainer(model, optimizer=ADAM, checkpoint=ModelCheckpoint(dirpath=tmp_path), **given)
+        x, y = inputs()
+        trainer.fit((x.to(dtype), y.to(dtype)), batch_size=BATCH, iterations=iterations, resume=True)
+        return trainer
+
+    stepped = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    fit(2, Counts(), AlsoCounts(), schedule=stepped)
+    other, one = AlsoCounts(), Counts()
+    other.count = one.count = 100
+    fit(3, other, one, schedule=stepped)
+    assert (other.count, one.count) == (3, 3)
+    with pytest.raises(CheckpointError, match="its learning rates are of StepLR, and this run's scheduler is ExponentialLR"):
+        fit(4, Counts(), AlsoCounts(), schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5))
+    told = pytest.warns(UserWarning, match="states of callbacks that this run does not have: AlsoCounts")
+    with told if comm.rank == 0 else nullcontext():
+        fit(4, Counts(), schedule=stepped)
+    trainer = fit(6, Counts(), schedule=stepped, dtype=torch.float32, precision="16-mixed")
+    assert trainer.iteration == 6
+    assert {each["exp_avg"].dtype for each in trainer.optimizer.state.values()} == {torch.float32}
 
 
 def test_settings_that_cannot_be() -> None:

@@ -476,6 +476,18 @@ def ordered(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return sum((each.square().mean(1) for each in runs), margin + far + torch.stack(chosen).sum(0))
 
 
+def elements_of_each(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Operations that couple samples where they go along those, and go along others here."""
+    rows = torch.arange(len(output))
+    chosen = output[rows, classes] + output[rows][:, torch.tensor([2, 0, 1])].flip(1)[:, 0]
+    tables = output[:, :, None] * WEIGHTS + torch.eye(3).to(output)
+    spread = torch.linalg.svdvals(tables).square().sum(1) + torch.linalg.slogdet(tables).logabsdet
+    normalized = F.layer_norm(output, (3,)).abs().sum(1) + torch.fft.rfft(output, dim=1).abs().sum(1)
+    turned = output.T.softmax(0).square().sum(0) + output[:, None].squeeze(1).transpose(0, 1).log_softmax(0)[0]
+    value: torch.Tensor = chosen.square() + spread + normalized + turned + output.flatten().view(output.shape).exp().mean(1)
+    return value.mean()
+
+
 LOSSES: dict[str, tuple[Loss, bool]] = {
     "root": (lambda output, classes: output.square().mean().sqrt(), True),  # noqa: ARG005
     "flooding": (lambda output, classes: (F.cross_entropy(output, classes) - 1.2).abs() + 1.2, True),
@@ -509,6 +521,23 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "root behind a function": (behind_a_function, True),
     "some samples": (lambda out, y: F.cross_entropy(out[1:], y[1:]), True),
     "normalized": (lambda out, y: F.cross_entropy(F.batch_norm(out, None, None, training=True), y), True),
+    "turned around": (lambda out, y: F.mse_loss(out, out.flip(0)), True),  # noqa: ARG005
+    "in another order": (lambda out, y: F.mse_loss(out, out[torch.arange(len(out)).roll(1)]), True),  # noqa: ARG005
+    "chosen in another order": (lambda out, y: (out * out.index_select(0, torch.arange(len(y)).roll(1))).mean(), True),
+    "distance": (lambda out, y: torch.dist(out, WEIGHTS), True),  # noqa: ARG005
+    "all distances": (lambda out, y: F.pdist(out).mean(), True),  # noqa: ARG005
+    "softmax of a column": (lambda out, y: out[:, 0].softmax(0).square().sum(), True),  # noqa: ARG005
+    "softmax of all": (lambda out, y: out.flatten().softmax(0).square().sum(), True),  # noqa: ARG005
+    "normalized columns": (lambda out, y: F.layer_norm(out.T, (len(y),)).square().mean(1).sum() + out.abs().mean(), True),
+    "singular values": (lambda out, y: torch.linalg.svdvals(out).sum(), True),  # noqa: ARG005
+    "frequencies": (lambda out, y: torch.fft.rfft(out, dim=0).abs().mean(), True),  # noqa: ARG005
+    "reciprocal root": (lambda out, y: out.square().mean().rsqrt(), True),  # noqa: ARG005
+    "quotient of means": (lambda out, y: torch.addcdiv(WEIGHTS[0], F.cross_entropy(out, y), out.square().mean()), True),
+    "sums of classes": (lambda out, y: torch.zeros_like(out[:3]).index_add(0, y, out).square().sum(), True),
+    "products by classes": (lambda out, y: (F.one_hot(y, 3).to(out).T @ out).square().sum(), True),
+    "sum over a number": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / (SAMPLES + 1), True),
+    "one sample": (lambda out, y: out[0].square().mean() + out.square().mean(), True),  # noqa: ARG005
+    "elements of each": (elements_of_each, True),
     "in parts": (in_parts, True),
     "of each": (lambda out, y: torch.einsum("ni,nj->nij", out, out).square().mean() + out.mean(1).square().mean(), True),  # noqa: ARG005
     "columns": (of_columns, True),
@@ -520,7 +549,7 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
 }
 FINE = (
     "largest of classes", "columns by a mask", "mean", "sum over count", "half of two", "smoothed", "deviation of each",
-    "in parts", "of each", "columns",
+    "in parts", "of each", "columns", "elements of each",
 )  # fmt: skip
 
 
@@ -567,7 +596,9 @@ def test_losses_that_are_made_of_means_over_the_batch(comm: AbstractCommunicator
     def loss(output: torch.Tensor, counts: torch.Tensor, over: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         masked_mean = over((output.square().sum(1) * counts).mean()) / over(counts.mean())
         share, likely = over((output > 0).double().mean(0)), over(output.softmax(-1).mean(0))
-        return masked_mean + over(output.square().mean()).sqrt() + (share * likely).sum()
+        middle = over(output.mean(0))  # what samples do with it differs between ranks
+        spread = over((output - middle).square().mean()) + over((output * middle).exp().mean())
+        return masked_mean + over(output.square().mean()).sqrt() + (share * likely).sum() + spread
 
     expected: Any = loss(plain(x), counts, lambda mean: mean)
     expected.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -150,6 +151,21 @@ def over_batch(
 
     whole: torch.Tensor = OverBatch.apply(mean, sum_over)  # type: ignore[no-untyped-call]
     return whole
+
+
+def refuse_compiling() -> None:
+    """
+    Raises:
+        ModelError: this runs under `torch.compile`.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and to import it takes seconds
+        return
+    frames: Any = torch._C._dynamo.eval_frame
+    if frames.get_eval_frame_callback() is not None:
+        raise ModelError(
+            "torch.compile follows a tiled model, or DataParallel, into the sums over its ranks, which it cannot compile. Call "
+            "it outside of torch.compile, and compile the module inside of DataParallel; on one rank alone it may be compiled"
+        )
 
 
 def refuse_transforms() -> None:

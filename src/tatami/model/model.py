@@ -28,7 +28,7 @@ from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, T
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.engine import GradientEngine, PassMoment
 from tatami.gradients.outside_reads import OutsideReads
-from tatami.gradients.passes import ForwardPass, over_batch, refuse_transforms
+from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.model.deferred import DeferredPasses
 from tatami.model.describing import Description, describe
 from tatami.model.describing_stages import describe_stages
@@ -39,7 +39,7 @@ from tatami.model.model_stage import ModelStage, StagedNetwork, refuse_foreign_i
 from tatami.model.plain_network import plain_network, refuse_larger, whole_weights
 from tatami.model.tied_sums import TiedSums
 from tatami.partition.blocks import Blocks, workload_of
-from tatami.partition.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling, refuse_other_reduction
+from tatami.partition.exactness import BATCH_NORMS, RefusingDraws, refuse_other_reduction
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.runtime.allocator import trim
 from tatami.runtime.context import ModuleContext, RankContext

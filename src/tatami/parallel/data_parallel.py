@@ -29,12 +29,11 @@ from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
 from tatami.gradients.outside_reads import OutsideReads
-from tatami.gradients.passes import ForwardPass, over_batch, refuse_transforms
+from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.inputs import check_at_least
 from tatami.parallel.batch_norm import MultiNodeBatchNorm
 from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import is_finite, refuse_not_finite
-from tatami.partition.exactness import refuse_compiling
 from tatami.same_model import broadcast_model
 from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
 from tatami.same_weights import Numbers, numbers_of, refuse_other_weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -186,18 +185,3 @@ def refuse_compiled(model: nn.Module) -> None:
                 f"{f'layer {name}' if name else 'the network'} was made by {maker}, and cannot be looked into or split. Give "
                 "the network that it was made of"
             )
-
-
-def refuse_compiling() -> None:
-    """
-    Raises:
-        ModelError: this runs under `torch.compile`.
-    """
-    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and to import it takes seconds
-        return
-    frames: Any = torch._C._dynamo.eval_frame
-    if frames.get_eval_frame_callback() is not None:
-        raise ModelError(
-            "torch.compile follows a tiled model, or DataParallel, into the sums over its ranks, which it cannot compile. Call "
-            "it outside of torch.compile, and compile the module inside of DataParallel; on one rank alone it may be compiled"
-        )

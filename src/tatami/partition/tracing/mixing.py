@@ -256,7 +256,7 @@ def kept_of_samples(model: nn.Module, sample: Sample, changed: Collection[str]) 
 
 
 def counting(model: nn.Module, sample: Sample, attributes: Collection[str]) -> frozenset[str]:
-    """Those of the changed attributes that one pass for each micro-batch changes otherwise than one for the batch."""
+    """Which changed attributes one pass for each micro-batch changes otherwise than one for the batch."""
     if not attributes:
         return frozenset()
     with SteadyDraws():
