@@ -182,6 +182,8 @@ def test_parts(comm: AbstractCommunicator) -> None:
         ("text", "x is of type builtins.str"),
         ({(1, 2): X}, r"x is a dict with the key \(1, 2\)"),
         ([X, torch.eye(2).to_sparse()], r"x\[1\] is a torch\.sparse_coo tensor"),
+        (torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), r"x is a quantized tensor; convert it with \.dequantize"),
+        ([torch.nested.nested_tensor([X, X])], r"x\[0\] is a nested tensor; convert it with \.to_padded_tensor"),
         ({"m": torch.ones(2, device="meta")}, r"x\['m'\] is on meta, where a tensor has a shape and no values"),
     ],
 )

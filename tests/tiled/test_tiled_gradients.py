@@ -262,7 +262,23 @@ class Case:
     build_apart: Callable[[], list[nn.Module]] | None = None
 
 
+class Forces(nn.Module):
+    """What it gives has the slopes of what a part of it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy: torch.Tensor = self.energy(x)
+            (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=True)
+        return energy + force.mean(1, keepdim=True)
+
+
 CASES = {
+    "forces": Case(iterate=plainly, build=lambda: [Forces()], refused="create_graph=True: gradients of gradients"),
     "gan": Case(iterate=gan, build=lambda: [Net(), nn.Sequential(Net(), nn.Linear(4, 1))], steps=True),
     "wgan": Case(
         iterate=wgan,

@@ -100,12 +100,17 @@ def flatten(value: Structure, *, operation: str) -> tuple[list[torch.Tensor], Pa
     Raises:
         InputError: something in it is not a tensor, or one that is not moved; names its path.
     """
-    if type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided and not _is_wrapped(value):
+    if type(value) is torch.Tensor and value.is_cpu and _is_plain(value) and not _is_wrapped(value):
         return [value], _of_one(value.dtype, value.shape, value.requires_grad and torch.is_grad_enabled())
     tensors: list[torch.Tensor] = []
     # A wanted gradient is decided here, once: autograd may be off by the time the message is packed.
     spec = _flatten(value, tensors, operation, "", torch.is_grad_enabled())
     return tensors, packed(spec)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory has its numbers one after another."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path: str, grad: bool) -> Spec:
@@ -117,8 +122,10 @@ def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path
                 f"{operation}: x{path} is inside a torch.func transform (grad, vmap, ...), so it has no memory that could be "
                 "sent; take gradients by backward(), and send outside of vmap"
             )
-        if value.layout != torch.strided:
-            raise InputError(f"{operation}: x{path} is a {value.layout} tensor; convert it with .to_dense()")
+        if not _is_plain(value):
+            what = "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout)
+            plain = "dequantize()" if value.is_quantized else "to_padded_tensor(0.0)" if value.is_nested else "to_dense()"
+            raise InputError(f"{operation}: x{path} is a {what} tensor; convert it with .{plain}")
         if device == "meta":
             raise InputError(f"{operation}: x{path} is on meta, where a tensor has a shape and no values that could be moved")
         tensors.append(value if device == "cpu" else value.cpu())

@@ -54,7 +54,15 @@ from tatami.errors import InputError, ModelError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.parameter_hooks import ParameterHooks
-from tatami.gradients.passes import ForwardPass, Quotient, Weighed, comes_from_output, mark_output, refuse_mixed
+from tatami.gradients.passes import (
+    ForwardPass,
+    Quotient,
+    Weighed,
+    comes_from_output,
+    mark_output,
+    refuse_create_graph,
+    refuse_mixed,
+)
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _internals: Any = torch._C
@@ -234,12 +242,8 @@ class GradientEngine:
             )
         if found.layout is not self._layout() or self._is_left:
             raise _retiled()
-        if torch.is_grad_enabled() and self._sums is not None and self._sums.shares_units:
-            raise InputError(
-                "create_graph=True: gradients of gradients, as for a gradient penalty, are exact only where each rank has "
-                "whole layers, and here ranks share the units of some. Give replicas of one rank (layout=...), or leave "
-                "create_graph out"
-            )
+        if self._sums is not None and self._sums.shares_units:
+            refuse_create_graph()
         self._refuse_late(found)
         if self._token is None or self._token() is None:
             self._end_pass()

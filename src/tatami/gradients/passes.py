@@ -153,6 +153,18 @@ def over_batch(
     return whole
 
 
+def refuse_create_graph() -> None:
+    """
+    Raises:
+        InputError: a graph of this backward pass is kept, and ranks share the units of layers.
+    """
+    if torch.is_grad_enabled():
+        raise InputError(
+            "create_graph=True: gradients of gradients, as for a gradient penalty, are exact only where each rank has whole "
+            "layers, and here ranks share the units of some. Give replicas of one rank (layout=...), or leave create_graph out"
+        )
+
+
 def refuse_compiling() -> None:
     """
     Raises:

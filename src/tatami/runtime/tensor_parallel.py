@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.gradients.passes import refuse_create_graph
 from tatami.runtime.phases import IterationPhase, Phases
 from tatami.runtime.recomputing import recompute_before_backward, recompute_now
 from tatami.runtime.vector_sum import VectorSum
@@ -89,8 +89,8 @@ class _CopyToReplica(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        refuse_create_graph()
         recompute_now(ctx)
         if grad is None:
             return None, None
