@@ -405,8 +405,10 @@ class _Pass(TorchFunctionMode):
         if any(isinstance(each, StandIn) for each in args) or has_stand_in(_nested(args, kwargs)):
             raise ModelError(
                 f"{where} belongs to stage {self.runner.stage}, and reads a tensor of another stage that was not handed over: "
-                "the forward pass did something else than when it was recorded, or goes on with an old name of what was "
-                "changed in place. Write x = f(x) in place of f(x, inplace=True) or out=x; or use one stage, and report this"
+                "an input is the result of a network with stages (also behind .detach()), which the ranks of its last stage "
+                "alone have; or the forward pass did something else than when it was recorded, or goes on with an old name of "
+                "what was changed in place. Give tatami.tile one network that has both, write x = f(x) in place of "
+                "f(x, inplace=True) or out=x, or use one stage"
             )
 
     def _differs(self, name: str) -> ModelError:
