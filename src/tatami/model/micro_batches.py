@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,11 +52,14 @@ def joined(outputs: Sequence[Any], axes: Sequence[int | None] | None) -> Any:
 
 
 def versions_of(network: nn.Module) -> dict[str, Any]:
-    """How often each buffer was changed, but for those of batch normalization, and the numbers that modules hold."""
+    """How often each buffer was changed, but for those of batch normalization, and the fractions that modules hold.
+
+    Whole numbers may be sizes of a micro-batch.
+    """
     owners = {name: module for name, module in network.named_modules() if not isinstance(module, BATCH_NORMS)}
     versions = {name: buffer._version for name, buffer in network.named_buffers() if name.rpartition(".")[0] in owners}
     held = ((f"{name}.{own}".lstrip("."), value) for name, module in owners.items() for own, value in vars(module).items())
-    return versions | {name: value for name, value in held if isinstance(value, int | float)}
+    return versions | {name: value for name, value in held if isinstance(value, float) and not math.isnan(value)}
 
 
 def refuse_changed(names: Sequence[str]) -> None:

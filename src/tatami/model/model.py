@@ -426,7 +426,7 @@ class TiledModel(nn.Module):
             for number, size in enumerate(sizes):
                 if number:
                     self.generator.set_state(state)  # every layer draws for the whole batch, and takes its samples' part
-                    refuse_changed([name for name, own in self._unseen_versions().items() if own != versions.get(name)])
+                    refuse_changed([name for name, own in self._unseen_versions().items() if own != versions.get(name, own)])
                 span = Span(start, start + size)
                 self._part = number
                 self._announce(samples, span, widths)
@@ -448,7 +448,7 @@ class TiledModel(nn.Module):
         self._average_statistics()
 
     def _unseen_versions(self) -> dict[str, Any]:
-        """How often each buffer was changed, and the numbers in modules, where no sample showed what a forward pass changes."""
+        """How often each buffer was changed, and fractions in modules, where no sample showed what a forward pass changes."""
         is_seen = self.found.captured is not None or not self.module.training
         return {} if is_seen else versions_of(self.module)
 
