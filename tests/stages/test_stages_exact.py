@@ -271,6 +271,12 @@ def test_the_gradient_of_the_input_leaves_before_weights_have_theirs() -> None:
             torch.testing.assert_close(own, parameter.grad, rtol=1e-12, atol=0)
 
 
+def test_few_numbers_at_the_end_do_not_hide_where_to_cut() -> None:
+    network = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+    pieces = record_network(network, Sample.of(torch.ones(4, 4))).pieces
+    assert [each.name for each in pieces] == ["0", "1", "2", "3", "4"]
+
+
 def test_planners_know_which_products_come_late() -> None:
     """Of every linear layer the gradient of its weight: 2 flop for each element of it and each token."""
     network = CASES["gpt"]().make()

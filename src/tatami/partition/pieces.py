@@ -176,7 +176,12 @@ def _does(program: ForwardProgram) -> object:
 
 def _firsts(program: ForwardProgram) -> tuple[tuple[int, ...], str]:
     """The first operation of every piece, and what the first obstacle to other cuts is."""
-    crossing = program.crossing_bytes()
+    work = [0.0]
+    for operation in program.operations:
+        work.append(work[-1] + operation.flop)
+    least = _SMALL * work[-1]
+    # What is in front of, or behind, a cut must be worth a stage: the numbers that a network returns are often few.
+    crossing = [own if least < work[cut] < work[-1] - least else 0.0 for cut, own in enumerate(program.crossing_bytes())]
     reach = max(8, len(crossing) // _NEARBY)
     thin, obstacle = [], ""
     for cut in range(1, len(crossing)):
@@ -185,10 +190,6 @@ def _firsts(program: ForwardProgram) -> tuple[tuple[int, ...], str]:
             problem = obstacle_of(program, cut)
             thin += [cut] if problem is None else []
             obstacle = obstacle or problem or ""
-    work = [0.0]
-    for operation in program.operations:
-        work.append(work[-1] + operation.flop)
-    least = _SMALL * work[-1]
     firsts = [0]
     for cut in thin:
         is_small = work[cut] - work[firsts[-1]] <= least
@@ -196,8 +197,6 @@ def _firsts(program: ForwardProgram) -> tuple[tuple[int, ...], str]:
             firsts.append(cut)
         elif len(firsts) > 1 and crossing[cut] <= crossing[firsts[-1]]:
             firsts[-1] = cut  # what is computed between them is next to nothing: the later cut, where less crosses
-    while len(firsts) > 1 and work[-1] - work[firsts[-1]] <= least:
-        firsts.pop()
     return tuple(firsts), obstacle
 
 
