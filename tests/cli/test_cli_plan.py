@@ -146,7 +146,6 @@ def test_who_has_no_work_and_what_holds_the_others_back_is_said_in_words(tmp_pat
     assert "desktop and laptop" in text
     assert "Without work: old" in text
     assert "leaves out" not in result.output, "the answer says it"
-    assert re.search(r"Start the run without them: .* an iteration takes [\d.]+ ms\.", text)
     slow = file.read_text().replace("1000000.0", "50e9")
     file.write_text(slow)
     text = " ".join(CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "3000", "--planner", "even"]).stdout.split())

@@ -252,6 +252,8 @@ def test_what_those_without_work_cost_is_said(tmp_path: Path) -> None:
     planned = json.loads(run("plan", str(file), *gpt, "--samples", "8", "--planner", "timed", "--json")[1])[0]
     assert alone_s == pytest.approx(planned["predicted_s"], rel=1e-3)
     assert found["first_s"] > 1.5 * alone_s
+    answer = " ".join(run("plan", str(file), *gpt, "--samples", "8")[1].split())
+    assert re.search(r"Without work: old .* Start the run without them: .* an iteration takes [\d.]+ ms\.", answer)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Path, TiledModel, torch.o
     ),
     "callback": (
         InputError,
-        "the state_dict of callback 0 is of this rank's part|rank 0 has failed",
+        "the state_dict of callback WeightAverage is of this rank's part|rank 0 has failed",
         lambda folder, model, optimizer: with_state(folder / "fit", model, optimizer),
     ),
     "one for two": (
