@@ -28,6 +28,7 @@ _LINEAR = frozenset({
 _PASSING = _LINEAR | frozenset({
     "Where", "Lerp", "Cat", "Index", "NanToNum", "Repeat", "Permute", "Transpose", "T", "Mm", "Bmm", "Mv", "Dot", "Addmm",
     "Slice", "Unbind", "Split", "CopySlices", "AsStrided", "Copy", "NativeDropout", "MaskedFill", "IndexPut", "SelectScatter",
+    "Real", "ViewAsReal", "ViewAsComplex", "Diagonal", "Flip",
 })  # fmt: skip
 """What else a single number may go through: whatever is linear in it, or does not change it."""
 _PRODUCTS = frozenset({"Mul", "Div"})
