@@ -21,6 +21,14 @@ Logger = Literal["wandb", "mlflow"] | Callable[[Mapping[str, float], int], objec
 """A package by its name, or a function of (numbers by name, iteration)."""
 
 
+_goes_on = [False]
+
+
+def let_records_go_on(goes_on: bool) -> None:
+    """Whether files that are there are of the run that this process is in: it has joined it, or begins again in it."""
+    _goes_on[0] = goes_on
+
+
 class Records:
     """Writes records as JSON lines, and their numbers to TensorBoard. A Trainer writes to that of rank 0 only.
 
@@ -51,7 +59,7 @@ class Records:
     ) -> None:
         path = None if path is None else Path(path)
         if path is not None:
-            check_output(path, force=force)
+            check_output(path, force=force or _goes_on[0])
         if tensorboard is not None:
             check_folder(tensorboard)
         self._path, self._force = path, force
@@ -102,7 +110,7 @@ class Records:
     def _open(self, mode: str) -> TextIO:
         assert self._path is not None
         if mode == "w":
-            check_output(self._path, force=self._force)
+            check_output(self._path, force=self._force or _goes_on[0])
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Line by line, so that what happened before a crash is there after it.
         file: TextIO = self._path.open(mode, encoding="utf-8", buffering=1)  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from tatami.clock import SystemClock
 from tatami.elastic.session import current_session
 from tatami.elastic.settings import Moment
 from tatami.elastic.steps import Steps, steps
+from tatami.records import Records
 from tatami.tiling import Layout, Replica, StagedLayout
 from tatami.train import Callback, LRSchedulerConfig, TiledModel, WeightAverage, whole_state_dict
 
@@ -381,7 +382,15 @@ print("the end", flush=True)
 """A script for `tatami run --elastic -n 2`: ranks that join fail, and the others go on until a file is there."""
 
 
-def fit(replicas: int, data: str = "tensors", folder: str | None = None, count: int = STEPS) -> tuple[Any, ...]:
+def fit(
+    replicas: int,
+    data: str = "tensors",
+    folder: str | None = None,
+    count: int = STEPS,
+    *,
+    shards: bool = False,
+    log: str | None = None,
+) -> tuple[Any, ...]:
     """All that a Trainer does besides: accumulating, clipping, a schedule, epochs with a validation, shuffled data.
 
     In so many replicas, or, of 0, in two pipeline stages.
@@ -391,8 +400,9 @@ def fit(replicas: int, data: str = "tensors", folder: str | None = None, count: 
     options: Any = {"layout": LAYOUTS.get(replicas) if comm.size == 3 else None}
     if not replicas:
         options = {"stages": 2, "sample": batch(0)[0][:2]}
+    options["sharded_optimizer"] = shards
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True, **options)
-    trainer = trainer_of(model, folder=folder)
+    trainer = trainer_of(model, folder=folder, log=log)
     history = trainer.fit(data_of(data), iterations=count, validation=batch(1), batch_size=size_of(data))
     return (
         history.losses,
@@ -417,21 +427,23 @@ def fit_leaving_out(replicas: int) -> tuple[list[float], torch.Tensor]:
     return history.losses, trainer.predict(batch(2)[0], batch_size=SAMPLES)
 
 
-def fit_until_joined() -> tuple[Any, ...]:
+def fit_until_joined(log: str | None = None) -> tuple[Any, ...]:
     """Two ranks, and three updates more when there is a third."""
     comm = tatami.init()
     torch.manual_seed(11)
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
     until = _UntilJoined()
-    trainer = trainer_of(model, until)
+    trainer = trainer_of(model, until, log=log)
     history = trainer.fit(data_of("tensors"), iterations=100_000, validation=batch(1), batch_size=SAMPLES)
     trained = trainer.iteration, history.losses, history.validation
     return *trained, trainer.predict(batch(2)[0], batch_size=SAMPLES), trainer.optimizer.param_groups[0]["lr"], until.seen
 
 
-def trainer_of(model: TiledModel, *callbacks: Any, folder: str | None = None) -> tatami.Trainer:
+def trainer_of(model: TiledModel, *callbacks: Any, folder: str | None = None, log: str | None = None) -> tatami.Trainer:
     return tatami.Trainer(
         model,
+        records=None if log is None else Records(log),
+        record_every=1,
         optimizer=functools.partial(optimizer_of_parameters, kind="adam"),
         loss=nn.MSELoss(),
         scheduler=LRSchedulerConfig(

@@ -223,6 +223,57 @@ def test_leaving_where_ranks_do_not_leave_warns() -> None:
         loop.leave()
 
 
+def a_loop(count: object = 2, **options: object) -> tuple[Steps, torch.optim.Optimizer]:
+    def body(comm: AbstractCommunicator) -> tuple[Steps, torch.optim.Optimizer]:
+        model = tatami.tile(nn.Linear(2, 2), comm, batch_size=4, speeds="equal", reduction="mean", quiet=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return steps(model, optimizer, count=count, **options), optimizer  # type: ignore[arg-type]
+
+    return run_threads(body, size=1)[0]
+
+
+def go_through(loop: Steps, optimizer: torch.optim.Optimizer, *, mistake: str) -> None:
+    for step in loop:
+        if mistake == "skips":
+            continue
+        with step:
+            loss = loop.model(torch.ones(4, 2)).sum()
+            loss.backward()
+            if mistake == "steps":
+                optimizer.step()
+            step.update(loss.item() if mistake == "number" else loss)
+            if mistake == "twice":
+                step.update(loss)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("skips", "step 0 was not used in a `with` block"),
+        ("steps", r"optimizer.step\(\) was called in step 0, and step.update\(loss\) makes the optimizer's step itself"),
+        ("number", r"step.update takes the loss as a tensor, as it was before .item\(\), not"),
+        ("twice", "step.update was called twice in step 0"),
+    ],
+)
+def test_a_loop_that_would_train_otherwise_is_refused(mistake: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        go_through(*a_loop(), mistake=mistake)
+
+
+def test_what_steps_cannot_be_made_of_is_refused() -> None:
+    for options, told in (
+        ({"count": 2.5}, "count must be a whole number of at least 0, not 2.5"),
+        ({"carry": {"schedule": 3}}, r"carry\['schedule'\] has no state_dict\(\)"),
+    ):
+        with pytest.raises(InputError, match=told):
+            a_loop(**options)
+    (loop, _), network = a_loop(), nn.Linear(2, 2)
+    with pytest.raises(InputError, match=r"the optimizer of tatami.steps has no parameter of the model"):
+        steps(loop.model, torch.optim.SGD(network.parameters(), lr=0.1), count=1)
+    with pytest.raises(InputError, match=r"takes the model that tatami.tile returns, not a Linear"):
+        steps(network, torch.optim.SGD(network.parameters(), lr=0.1), count=1)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def _is_interruptible() -> Iterator[None]:
     """What runs in the background of a shell ignores it."""

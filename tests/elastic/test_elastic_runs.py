@@ -252,7 +252,14 @@ def test_targets_that_do_not_count_weigh_in_mirrors_as_in_what_they_mirror(pool:
         torch.testing.assert_close(predicted, outputs, rtol=1e-10, atol=1e-10)
 
 
-def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -> None:
+def losses_in(log: Path) -> list[float]:
+    """The losses that were recorded, one for each iteration from the first on."""
+    records = [record for record in map(json.loads, log.read_text().splitlines()) if record["event"] == "train"]
+    assert [record["iteration"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     controls: list[ElasticControl] = []
 
     def listen(_name: str, text: str) -> None:
@@ -260,7 +267,8 @@ def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -
             controls[0].add()
 
     context = ElasticContext(on_start=controls.append, pool=pool, on_line=listen)
-    result = run_elastic(scripts.fit_until_joined, settings=patient(ranks=2), context=context)
+    script = functools.partial(scripts.fit_until_joined, str(tmp_path / "run.jsonl"))
+    result = run_elastic(script, settings=patient(ranks=2), context=context)
     assert [change.members for change in result.report.changes] == [("p0", "p1", "p2")]
     count = result.values["p0"][0]
     assert {name: told[0] for name, told in result.values.items()} == dict.fromkeys(("p0", "p1", "p2"), count)
@@ -270,19 +278,55 @@ def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -
     torch.testing.assert_close(validated[: len(validation)], validation, rtol=1e-10, atol=1e-10)
     for told in result.values.values():
         check_fit(told[1:-1], (losses, validated, *rest))
+    torch.testing.assert_close(losses_in(tmp_path / "run.jsonl"), losses, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("replicas", [1, 0], ids=["one replica", "two stages"])
 def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Pool, tmp_path: Path, replicas: int) -> None:
     faults = KillerOfAll(("p0", "p1"), Moment.BEFORE_FORWARD, 5, folder=str(tmp_path))
-    script = functools.partial(scripts.fit, replicas, "tensors", str(tmp_path / "checkpoints"))
+    log = tmp_path / "run.jsonl"
+    script = functools.partial(scripts.fit, replicas, "tensors", str(tmp_path / "checkpoints"), log=str(log))
     result = run_elastic(script, settings=THREE, context=ElasticContext(hook=faults, pool=pool))
     assert set(result.values) == {"p2"}
-    check_fit(result.values["p2"], undisturbed_fit("tensors", scripts.STEPS))
+    undisturbed = undisturbed_fit("tensors", scripts.STEPS)
+    check_fit(result.values["p2"], undisturbed)
+    torch.testing.assert_close(losses_in(log), undisturbed[0], rtol=1e-10, atol=1e-10)
     change = result.report.changes[-1]
     assert (change.settled, change.members) == ("returned", ("p2",))
     assert change.steps_lost == 5 - change.step > 0
     assert f"comes next and {change.steps_lost} step" in str(change)
+
+
+SHARDED_MOMENTS = [moment for moment in MOMENTS if moment is not Moment.TENSOR_PARALLEL]
+
+
+@pytest.mark.parametrize("replicas", [3, 0], ids=["replicas", "two stages"])
+@pytest.mark.parametrize("moment", SHARDED_MOMENTS if ALL else [Moment.BACKWARD, Moment.BEFORE_UPDATE])
+def test_a_death_with_a_sharded_optimizer_costs_the_steps_since_the_last_checkpoint(
+    pool: Pool, tmp_path: Path, replicas: int, moment: Moment
+) -> None:
+    """Also in the middle of an update, which the others have made in part then."""
+    script = functools.partial(scripts.fit, replicas, "tensors", str(tmp_path / "checkpoints"), shards=True)
+    context = ElasticContext(hook=Killer(("p1", moment, 3)), pool=pool)
+    result = run_elastic(script, settings=THREE, context=context)
+    assert set(result.values) == {"p0", "p2"}
+    change = result.report.changes[-1]
+    assert (change.settled, change.members) == ("returned", ("p0", "p2"))
+    assert change.reason.endswith("the run goes on from its last checkpoint")
+    for told in result.values.values():
+        check_fit(told, undisturbed_fit("tensors", scripts.STEPS))
+
+
+@pytest.mark.parametrize("moment", [Moment.BEFORE_FORWARD, Moment.BEFORE_UPDATE])
+def test_without_a_checkpoint_a_run_with_a_sharded_optimizer_begins_again(pool: Pool, tmp_path: Path, moment: Moment) -> None:
+    log = tmp_path / "run.jsonl"
+    context = ElasticContext(hook=Killer(("p0", moment, 2)), pool=pool)
+    script = functools.partial(scripts.fit, 3, "tensors", shards=True, log=str(log))
+    result = run_elastic(script, settings=THREE, context=context)
+    assert (result.report.changes[-1].settled, result.report.changes[-1].steps_lost) == ("returned", 2)
+    for told in result.values.values():
+        check_fit(told, undisturbed_fit("tensors", scripts.STEPS))
+    torch.testing.assert_close(losses_in(log), undisturbed_fit("tensors", scripts.STEPS)[0], rtol=1e-10, atol=1e-10)
 
 
 def test_two_that_die_at_once_leave_the_third_where_it_holds_all(pool: Pool, tmp_path: Path) -> None:

@@ -263,6 +263,36 @@ def test_the_gradient_of_a_pass_among_others(comm: AbstractCommunicator) -> None
     assert found == [8.0, 12.0]
 
 
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_loss_of_one_communicator_visits_what_was_sent_on_another(comm: AbstractCommunicator, retains: bool) -> None:
+    """Each rank sends on one and receives on the other, so that its loss touches one chain of two."""
+    other = comm.split(0)
+    assert other is not None
+    out, back = (other, comm) if comm.rank == 0 else (comm, other)
+    x = scalar(2 + comm.rank)
+    functions.send(5 * x, out, dest=1 - comm.rank)
+    loss = functions.recv(back, source=1 - comm.rank) * x
+    if retains:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    assert grad_of(x) == 2 * 5 * (2 + (1 - comm.rank)) * (1 + retains)
+    comm.barrier()
+    other.close()
+
+
+@pytest.mark.parametrize("again", ["same", "fresh"])
+def test_a_loss_that_touches_nothing_runs_again_through_what_was_retained(comm: AbstractCommunicator, again: str) -> None:
+    x = scalar(2 + comm.rank)
+    if comm.rank == 0:
+        functions.send(5 * x, comm, dest=1)
+        loss = x**2
+    else:
+        loss = functions.recv(comm, source=0) * x
+    functions.backward(loss, retain_graph=True)
+    functions.backward(x**2 if again == "fresh" and comm.rank == 0 else loss)
+    assert grad_of(x) == 2 * (4 + 15 if comm.rank == 0 else 10)
+
+
 # -- abandoned passes --------------------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,7 @@ class Rank:
     halting: int | None = None
     asked: bool = False
     stalled: bool = False
+    half_done: bool = False
 
     @property
     def acts(self) -> bool:
@@ -77,6 +78,8 @@ class World:
         self.random = random.Random(seed)
         first = tuple(f"p{index}" for index in range(self.random.randint(1, 5)))
         self.copies = self.random.choice([1, 2, 2])
+        self.shards = self.random.random() < 0.2
+        """Whether the optimizer is sharded: what no rank but the owner has, and is half done where a commit is disturbed."""
         self.machine = Membership(first, plan=self.plan, copies=self.copies)
         self.ranks = {name: Rank(name) for name in first}
         self.posted: dict[tuple[int, int], dict[str, tuple[bool, dict[Row, int], int]]] = {}
@@ -93,7 +96,7 @@ class World:
         layout = self.plan(first)
         for rank in self.ranks.values():
             self.own(rank, layout)
-            self.tell(Entered(member=rank.name, group=rank.group, layout=layout, workload=WORKLOAD))
+            self.enter(rank, layout)
 
     def plan(self, names: tuple[str, ...]) -> Layout | StagedLayout:
         if len(names) > UNITS:
@@ -204,6 +207,7 @@ class World:
                     ended=ended,
                     admits=rank.steps % 3 != 1,
                     has_checkpoint=self.saved is not None,
+                    is_half_done=rank.half_done,
                 )
             )
             rank.halting = None
@@ -213,6 +217,11 @@ class World:
             return
         rank.ticket = change.ticket
         assert rank.stage in ("parked", "door"), (rank, change)
+        if self.shards and rank.stage == "parked":
+            assert change.members == self.groups[rank.group], "a rank came or went, and its shard with it"
+            assert not rank.half_done
+            assert not change.finish
+            assert not change.mirrors
         if rank.name in change.finish:
             self.commit(rank, change.outcome)
         if rank.name in change.newcomers:
@@ -225,13 +234,17 @@ class World:
             return
         rank.ticket, rank.group, rank.stage, rank.halting = action.ticket, action.group, "door", None
         if action.returns:
-            assert self.saved is not None
+            assert self.saved is not None or self.shards
             self.returns += 1
-            rank.sections, rank.steps, rank.outcome = 0, self.saved, None
-            rank.order, rank.asked, rank.stalled = None, False, False
+            rank.sections, rank.steps, rank.outcome = 0, self.saved or 0, None
+            rank.order, rank.asked, rank.stalled, rank.half_done = None, False, False, False
         layout = self.plan_of_group(action.group)
         self.own(rank, layout)
-        self.tell(Entered(member=rank.name, group=rank.group, layout=layout, workload=WORKLOAD))
+        self.enter(rank, layout)
+
+    def enter(self, rank: Rank, layout: Layout | StagedLayout, *, joins: bool = False) -> None:
+        group = None if joins else rank.group
+        self.tell(Entered(member=rank.name, group=group, layout=layout, workload=WORKLOAD, shards=self.shards))
 
     def plan_of_group(self, group: int) -> Layout:
         names = self.groups[group]
@@ -267,6 +280,11 @@ class World:
         posted = self.posted[self.key(rank)]
         is_change = rank.order is not None
         change = rank.order
+        if self.shards and not is_change and not self.is_whole(rank.group):
+            rank.half_done = True
+            rank.sections += 1
+            self.stall(rank)
+            return
         self.commit(rank, None if is_change else f"loss {rank.steps}")
         if change is not None:
             self.tell(Laid(member=rank.name, ticket=change.ticket))
@@ -337,7 +355,7 @@ class World:
         if kind == "join":
             name = f"p{len(self.ranks)}"
             self.ranks[name] = Rank(name)
-            self.tell(Entered(member=name, group=None, layout=self.plan((name,)), workload=WORKLOAD))
+            self.enter(self.ranks[name], self.plan((name,)), joins=True)
         elif kind == "retile":
             members = self.machine.members
             placed = tuple(name for name in members if name == members[-1] or self.random.random() < 0.7)

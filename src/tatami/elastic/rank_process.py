@@ -28,6 +28,7 @@ from tatami.elastic.steps import repairs_of_fit
 from tatami.engine.processes import Identity, WatchedProcess, identity
 from tatami.errors import CommError
 from tatami.membership import Halted
+from tatami.records import let_records_go_on
 from tatami.state.repairing import BeginAgain, set_repairs
 
 _COLLECT_S = 5.0
@@ -102,13 +103,14 @@ class RankProcess(WatchedProcess):
 
     def collect(self) -> list[Report]:
         """What the rank has to tell; waits a while where there is nothing."""
-        if self._session is None:
+        session = self._session
+        if session is None:
             return []
         found: list[Report] = []
         try:
-            found.append(self._session.reports.get(timeout=_COLLECT_S))
+            found.append(session.reports.get(timeout=_COLLECT_S))
             while True:
-                found.append(self._session.reports.get_nowait())
+                found.append(session.reports.get_nowait())
         except queue.Empty:
             return found
 
@@ -117,6 +119,7 @@ def _run(session: Session, function: Callable[[], Any]) -> None:
     """The script's thread: begins the script, again where its group changes before it has come to its loop."""
     try:
         is_first = True
+        let_records_go_on(session.joins)
         while True:
             try:
                 if is_first:
@@ -124,6 +127,7 @@ def _run(session: Session, function: Callable[[], Any]) -> None:
                     set_elastic_world(session.begin())
                 else:
                     session.begin_again()
+                    let_records_go_on(True)
                 value = function()
                 break
             except BeginAgain:

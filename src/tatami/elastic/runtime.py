@@ -284,6 +284,8 @@ class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
         self._deadlines.pop(name, None)
         if name not in self._released:
             self._lost.append(name)
+            if name in self._added and name not in self._processors:
+                print(f"tatami: {name} died before it joined the run", file=sys.stderr, flush=True)
             self._tell(Silent(member=name) if late else Died(member=name))
 
     def _take(self, name: str, report: Report) -> None:

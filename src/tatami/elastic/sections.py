@@ -16,7 +16,7 @@ class OpenSection:
     """What is to be done about a section whose body is under way or complete.
 
     Attributes:
-        commit: given the outcome; sends nothing.
+        commit: given the outcome; sends nothing, but for a step of a sharded optimizer.
         roll_back: forgets the body.
         admits: newcomers may begin here.
     """
@@ -32,6 +32,7 @@ class Sections:
     Attributes:
         passed: so many in all.
         outcome: what the last of them gave.
+        is_half_done: whether its commit failed, as one that sends weights (with a sharded optimizer) may.
         open: the one that is open; None between two.
     """
 
@@ -44,6 +45,7 @@ class Sections:
         """As if nothing had been done yet."""
         self.passed = 0
         self.outcome: Any = None
+        self.is_half_done = False
         self.open: OpenSection | None = None
         self._began_s: float | None = None
         self._changes = False
@@ -68,7 +70,9 @@ class Sections:
         assert section is not None
         self.passed += 1
         self.outcome = outcome
+        self.is_half_done = True
         section.commit(outcome)
+        self.is_half_done = False
         self._began_s, self._changes = None, False
 
     def spent_s(self, until_s: float) -> float:

@@ -63,7 +63,7 @@ class Session:
         self.group = 0
         self.entered = False
         self.joins = assignment.joins
-        self.returns = False
+        self.returns = self.resumes = False
         self.has_checkpoint = False
         self.is_over = False
         self.is_through = False
@@ -100,6 +100,7 @@ class Session:
             ended=ended,
             admits=self._sections.admits,
             has_checkpoint=self.has_checkpoint,
+            is_half_done=self._sections.is_half_done,
         )
 
     # -- for the script's thread --------------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ class Session:
                 if self._training is not None and not (self.joins or self.returns):
                     self._steps_before = self._training.step_number
                 self.returns, self.entered, self.joins = True, False, False
+                self.resumes = order.resumes
                 self._sections.forget()
                 self.change = None
             self._training = None

@@ -64,10 +64,18 @@ def steps(
 
     Raises:
         ModelError: the optimizer does not work element by element.
-        InputError: `carry` has an optimizer of the model's weights.
+        InputError: something else was given than is asked for; `carry` has an optimizer of the model's weights.
     """
-    if count < 0:
-        raise InputError(f"count must be at least 0, not {count}")
+    if not isinstance(model, TiledModel):
+        raise InputError(f"tatami.steps takes the model that tatami.tile returns, not a {type(model).__name__}")
+    if not isinstance(count, int) or count < 0:
+        raise InputError(f"count must be a whole number of at least 0, not {count!r}")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise InputError("the optimizer of tatami.steps has no parameter of the model: make it from model.parameters()")
+    for name, each in (carry or {}).items():
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise InputError(f"carry[{name!r}] has no state_dict() and load_state_dict(): {each!r}")
     return Steps(model, optimizer, count=count, carry=carry or {}, session=current_session())
 
 
@@ -102,11 +110,19 @@ class Steps:
         self._times: OwnTimes | None = None
         self._speeds: SpeedWatch | None = None
         self._before: dict[str, Any] = {}
+        self.num_updates = 0
+        optimizer.register_step_post_hook(self._count_update)
 
     def __iter__(self) -> Iterator[RepairedStep]:
         self.enter()
         while self.number < self._count:
-            yield self.step()
+            step = self.step()
+            yield step
+            if not step.is_entered:
+                raise InputError(
+                    f"step {step.number} was not used in a `with` block, so it would come again forever. Put what is skipped "
+                    "inside of the block, or use break"
+                )
         self.whole(lambda: None)  # no rank leaves the loop while another may have to come back to it
         self.through()
 
@@ -118,7 +134,7 @@ class Steps:
     @property
     def returns(self) -> bool:
         """Whether the run goes back to its last checkpoint."""
-        return self.session is not None and self.session.returns
+        return self.session is not None and self.session.returns and self.session.resumes
 
     def saved(self) -> None:
         """There is a checkpoint of all of training that the script goes on from when it begins again."""
@@ -153,6 +169,9 @@ class Steps:
         else:
             warn("loop.leave() does nothing here: ranks leave in elastic runs alone (tatami run --elastic)")
 
+    def _count_update(self, *_: Any) -> None:
+        self.num_updates += 1
+
     # -- for the session ------------------------------------------------------------------------------------------------
 
     @property
@@ -165,7 +184,13 @@ class Steps:
         assert session is not None
         workload = model.workload if model.staged is None else model.staged.workload
         return EnteredLoop(
-            event=Entered(member=session.name, group=group, layout=model.whole_layout, workload=workload),
+            event=Entered(
+                member=session.name,
+                group=group,
+                layout=model.whole_layout,
+                workload=workload,
+                shards=model.shards_optimizer,
+            ),
             whereabouts=whereabouts,
             stages=None if model.staged is None else model.staged.stages,
             processor=replace(model.cluster.processors[model.comm.rank], host=model.comm.hosts[model.comm.rank]),
@@ -270,7 +295,7 @@ class Steps:
         if decision is None or self.session is None:
             return
         speeds, before, after = decision.speeds, set(self.model.whole_layout.processors), set(decision.layout.processors)
-        least = LEAST_SPEED * max(speeds.values())
+        least = 0.0 if self.model.shards_optimizer else LEAST_SPEED * max(speeds.values())
         leaving = {name for name in self.model.names if name not in after and speeds[name] < least}
         if self.model.name in leaving:
             self.session.leave(because="too slow to be worth its messages")
@@ -301,19 +326,22 @@ class RepairedStep:
         number: from 0.
         loss: over the global batch; None until it is done.
         is_done: whether the update was made. Where not, the same step comes again.
+        is_entered: whether it was used in a `with` block.
     """
 
     def __init__(self, steps: Steps) -> None:
         self.number = steps.number
         self.loss: float | None = None
-        self.is_done = False
+        self.is_done = self.is_entered = False
         self._steps = steps
         self._is_updating = False
-        self._num_sums = 0
+        self._num_sums = self._num_updates = 0
         self._apply: Callable[[list[float]], object] = lambda _: steps.optimizer.step()
 
     def __enter__(self) -> Self:
         steps, session = self._steps, self._steps.session
+        self.is_entered = True
+        self._num_updates = steps.num_updates
         if session is not None:
             session.before_step()
         steps.optimizer.zero_grad(set_to_none=True)
@@ -328,7 +356,13 @@ class RepairedStep:
 
         Args:
             loss: a scalar, of this rank's samples, or those of its micro-batches; `loss` becomes that of the global batch.
+
+        Raises:
+            InputError: it is no tensor, or those of another number of micro-batches; the update was made already.
         """
+        for each in [loss] if isinstance(loss, torch.Tensor | float | int) else loss:
+            if not isinstance(each, torch.Tensor):
+                raise InputError(f"step.update takes the loss as a tensor, as it was before .item(), not {each!r}")
         self.pass_point(torch.tensor([self._steps.model.own_share(loss)], dtype=torch.float64))
 
     def pass_point(self, sums: torch.Tensor, *, apply: Callable[[list[float]], object] | None = None) -> None:
@@ -338,6 +372,13 @@ class RepairedStep:
             sums: of this rank; a vector of float64, the loss first.
             apply: given the sums over all, makes the update, and sends nothing; None: the optimizer's step.
         """
+        if self._is_updating:
+            raise InputError(f"step.update was called twice in step {self.number}: call it once, last in the `with` block")
+        if self._steps.num_updates != self._num_updates:
+            raise InputError(
+                f"optimizer.step() was called in step {self.number}, and step.update(loss) makes the optimizer's step itself: "
+                "leave optimizer.step() out"
+            )
         self._is_updating = True
         self._apply = apply or self._apply
         model, session = self._steps.model, self._steps.session

@@ -38,6 +38,7 @@ class Chain:
         location: the line of user code of the last operation.
         num_operations: how many there are.
         retained_in: the graph task in which backward last visited all of it and torch was told to retain the graph.
+        is_touched: whether the loss of that pass, or of one before, was computed from any of it.
     """
 
     def __init__(self, number: int, owner: object) -> None:
@@ -48,6 +49,7 @@ class Chain:
         self.location = b""
         self.num_operations = 0
         self.retained_in = NO_GRAPH_TASK
+        self.is_touched = False
         self._graph_task = NO_GRAPH_TASK
 
     @property

@@ -4,8 +4,8 @@ A send after the last receive, or a received tensor that is not used, is not an 
 to it, and its peer would wait for a gradient. So the end of the chain must become a root of the backward pass beside the loss,
 and the one place that knows the roots is the call itself. Therefore the first differentiable communication of a process puts a
 function in front of `torch.autograd.backward`, once: where the graph of the loss holds an operation of a chain that is not
-over, the last token of the chain becomes a root. Every other call, and every call while no chain is open, is handed on as it
-came.
+over, the last token of the chain becomes a root, as do those of other communicators in the same pass. Every other call, and
+every call while no chain is open, is handed on as it came.
 
 What torch has beside that comes too late. A hook on a node, a tensor or several tensors (`register_multi_grad_hook`), or
 `queue_callback`, runs when the pass is under way, and roots cannot be added then. A second pass from within, over what comes
@@ -18,7 +18,7 @@ a subclass of Tensor would see every operation of the program.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -55,6 +55,9 @@ def _backward(
     if known and grad_variables is None and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
         roots = _as_list(tensors)
         met = touched(roots, known)
+        for chain in met:
+            chain.is_touched = True
+        met |= dict.fromkeys((chain for chain in known if chain not in met and _same_pass(chain, met)), False)
         unfinished = [chain for chain, from_its_end in met.items() if not from_its_end]
         if unfinished:
             given = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
@@ -63,6 +66,11 @@ def _backward(
         if met and inputs is not None:
             inputs = [*_as_list(inputs), *(chain.first for chain in met)]
     _plain_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+
+def _same_pass(chain: Chain, met: Iterable[Chain]) -> bool:
+    """Whether it is of the pass of one that was met, on another communicator: backward visits all of a pass."""
+    return any(each.retained_in == chain.retained_in and each.owner is chain.owner for each in met)
 
 
 def _as_list(tensors: torch.Tensor | Sequence[Any]) -> list[Any]:

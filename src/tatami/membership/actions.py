@@ -55,13 +55,15 @@ class Restart:
     """These members form a group and begin their scripts again: before the first section, or where units are lost.
 
     Attributes:
-        returns: they go on from the last checkpoint, with no section passed.
+        returns: with no section passed, as what they hold is dropped.
+        resumes: there is a checkpoint of this run, from which they go on then.
     """
 
     ticket: int
     group: int
     members: tuple[str, ...]
     returns: bool = False
+    resumes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

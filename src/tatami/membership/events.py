@@ -26,11 +26,13 @@ class Entered(_OfMember):
         group: that it was in when its script began; of a process that joins, none.
         layout: that the first members have been tiled by; not looked at later.
         workload: the blocks whose units are split; the same for all.
+        shards: each rank keeps the optimizer's state of its shard of the weights, and no other rank has it.
     """
 
     group: int | None
     layout: Layout | StagedLayout
     workload: Workload
+    shards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class Halted(_OfMember):
         ended: its script has come to its end.
         admits: newcomers may begin where it is: in a step, or between two.
         has_checkpoint: there is one of all of training, which any ranks can go on from.
+        is_half_done: its last commit failed, as one may that sends weights (with a sharded optimizer).
     """
 
     ticket: int
@@ -92,6 +95,7 @@ class Halted(_OfMember):
     ended: bool = False
     admits: bool = True
     has_checkpoint: bool = False
+    is_half_done: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

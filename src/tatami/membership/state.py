@@ -4,6 +4,9 @@ No Ray, no torch, no clock: the runtime executes it on real processes, the rehea
 repaired run exact, without undoing anything: a rank passes the point of a section only when all ranks have completed its body.
 So at a death, if any survivor has passed, all others have what they need, and commit too; if none has, all do the section again
 under the new layout. After every change all members have passed the same number of sections.
+
+Where the optimizer is sharded, a member that goes takes the only copy of its shard along, and a commit sends weights: all go
+back to the last checkpoint then, or to the beginning, and members that join wait for that.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ class Membership:
         self.sections = 0
         self.ticket_laid = -1
         self._workload: Workload | None = None
+        self._shards = False
+        self._is_broken = False
         self._plan = plan
         self._copies = copies
         self._alive = set(members)
@@ -91,7 +96,7 @@ class Membership:
     @property
     def wants_change(self) -> bool:
         """Whether there are members to be let in or out."""
-        return bool(self._waiting) or bool(self._leaving & set(self.members))
+        return bool(self._waiting and not self._shards) or bool(self._leaving & set(self.members))
 
     @property
     def _why(self) -> str:
@@ -150,18 +155,20 @@ class Membership:
             if self.stage is RunStage.STARTING and event.group == self.group:
                 self._entered.add(event.member)
                 self.held = self.held or Held(layout=event.layout)
-                self._workload = event.workload
+                self._workload, self._shards = event.workload, event.shards
                 self._see_whether_started()
             return
         self._alive.add(event.member)
         self._waiting.append(event.member)
-        self._reasons.append(f"{event.member} joined")
-        self._ask()
+        if not self._shards:  # it would have no shard: it waits until all begin again
+            self._reasons.append(f"{event.member} joined")
+            self._ask()
 
     def _see_whether_started(self) -> None:
         if self._entered >= set(self.members):
             self._halted = {each: ev.Halted(member=each, ticket=self._ticket, sections=0) for each in self.members}
-            self._reasons.append("the run goes on from its last checkpoint" if self._returns else THE_RUN_BEGINS)
+            goes_on = "the run goes on from its last checkpoint" if self._has_checkpoint else "the run begins again"
+            self._reasons.append(goes_on if self._returns else THE_RUN_BEGINS)
             self._returns = False
             self._decide()
 
@@ -208,15 +215,23 @@ class Membership:
             self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left to begin with")
             return
         self._ticket += 1
-        self._do(act.Restart(ticket=self._ticket, group=self.group, members=self.members, returns=self._returns))
+        self._do(
+            act.Restart(
+                ticket=self._ticket,
+                group=self.group,
+                members=self.members,
+                returns=self._returns,
+                resumes=self._returns and self._has_checkpoint,
+            )
+        )
 
     def _return(self, reason: str) -> None:
-        """No rank holds some of the units any more: all that are left, and those that wait, go back to the last checkpoint."""
+        """What is held is lost, or half done: all that are left, and those that wait, begin again at the last checkpoint."""
         for name in self._leaving & self._alive:
             self._forget(name)
             self._do(act.Release(member=name))
         self.members, self._waiting = (*self.members, *self._waiting), []
-        self.sections, self._halted, self._stalls = 0, {}, 0
+        self.sections, self._halted, self._stalls, self._is_broken = 0, {}, 0, False
         self._reasons[:] = [reason]
         self.stage, self._returns = RunStage.STARTING, True
         self._begin_again()
@@ -253,7 +268,7 @@ class Membership:
             self._do(act.Ask(members=self._living(), ticket=self._ticket))
 
     def _abort(self) -> None:
-        self.stage = RunStage.HALTING
+        self.stage, self._is_broken = RunStage.HALTING, True
         self._await()
         if not self._awaited:
             self._stop_or_return(f"{self._why}, and no rank is left that holds the network")
@@ -302,8 +317,15 @@ class Membership:
             self.stage = RunStage.DONE
             self._do(act.Dismiss(ticket=self._ticket, members=going, finish=finish, sections=passed, outcome=outcome))
             return
+        if self._shards and (self._is_broken or finish or self._leaving & set(self.members) or self._is_half_done):
+            self._return(f"{self._why}, and each shard of the optimizer's state has one holder")
+            return
         self.sections = passed
         self._lay(finish, outcome)
+
+    @property
+    def _is_half_done(self) -> bool:
+        return any(told.is_half_done for told in self._halted.values())
 
     def _lay(self, finish: tuple[str, ...], outcome: object) -> None:
         assert self.held is not None
@@ -312,7 +334,7 @@ class Membership:
         going = tuple(name for name in here if name in self._leaving)
         # What follows a step that is only now finished is still to be done, and a newcomer would be given the state before it.
         admits = not finish and all(told.admits for told in self._halted.values())
-        newcomers = tuple(self._waiting) if admits else ()
+        newcomers = tuple(self._waiting) if admits and not self._shards else ()
         staying = (*(name for name in here if name not in self._leaving), *newcomers)
         if not staying:
             self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left")
@@ -320,7 +342,7 @@ class Membership:
         laid = self._layout(staying)
         if laid is None:
             return
-        after = Held(layout=laid, mirrors=mirrors_of(laid, copies=self._copies))
+        after = Held(layout=laid, mirrors=mirrors_of(laid, copies=1 if self._shards else self._copies))
         # Those that leave are asked for rows only where no other rank has them; otherwise they can go at once.
         kept = tuple(name for name in here if name not in self._leaving)
         found, lost = takes(self.held, after, workload=self._workload, sources=kept)

@@ -318,7 +318,7 @@ class TiledModel(nn.Module):
         sums: AbstractGradientSums | None = None
         self.sharding: ShardedSums | None = None
         self._overlapped: OverlappedSums | None = None
-        if not self._is_alone and self._shard_fractions is not None:
+        if self.stage_comm.size > 1 and self._shard_fractions is not None:
             tied = () if self.stage is None else self.stage.tied
             sums = self.sharding = ShardedSums(
                 self.stage_comm,

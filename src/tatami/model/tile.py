@@ -186,7 +186,7 @@ def tile(
     planned_stages = None if comm.changes and stages is not None and stages > comm.size else stages
     asks_stages = isinstance(layout, StagedLayout) or (stages is not None and stages > 1)
     if sharded_optimizer:
-        _refuse_asked_shards(comm, layout)
+        _refuse_asked_shards(layout)
     if asks_stages:
         _refuse_asked_stages(sample=sample, random=random, batch_norm=batch_norm)
     with _setting_up(comm), shown(comm.rank == 0 and not quiet):
@@ -353,21 +353,17 @@ def tile(
     return tiled
 
 
-def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayout | None) -> None:
+def _refuse_asked_shards(layout: Layout | StagedLayout | None) -> None:
     """
     Raises:
         InputError: a sharded optimizer was asked for where there can be none.
     """
     stages = layout.stages if isinstance(layout, StagedLayout) else () if layout is None else (layout,)
-    for is_so, why in (
-        (comm.changes, "does not follow ranks that die or join yet: start the script without --elastic"),
-        (
-            any(stage.deepest > 1 for stage in stages),
-            "needs replicas of one rank each, and this layout has larger ones: give replicas of one processor, or no layout",
-        ),
-    ):
-        if is_so:
-            raise InputError(f"sharded_optimizer=True {why}, or leave sharded_optimizer out")
+    if any(stage.deepest > 1 for stage in stages):
+        raise InputError(
+            "sharded_optimizer=True needs replicas of one rank each, and this layout has larger ones: give replicas of one "
+            "processor, or no layout, or leave sharded_optimizer out"
+        )
 
 
 def _refuse_asked_stages(*, sample: Any, random: RandomDraws, batch_norm: str) -> None:

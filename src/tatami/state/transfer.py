@@ -150,6 +150,7 @@ class NetworkTensors:
         needed: dict[str, Span] = {}
         kinds: dict[str, dict[_Key, torch.dtype]] = {}
         settings: dict[str, dict[_Key, Any]] = {}
+        shards = self._model.shards_optimizer
 
         def tell(name: str, tensor: torch.Tensor) -> None:
             parts = self._parts(tensor)
@@ -159,7 +160,8 @@ class NetworkTensors:
                 for number, optimizer in enumerate(self.optimizers)
                 for key, value in optimizer.state.get(tensor, {}).items()
             }
-            settings.setdefault(name, {key: value for key, value in states.items() if key not in parts})
+            rest = {key: value for key, value in states.items() if key not in parts and not (shards and _has_elements(value))}
+            settings.setdefault(name, rest)
 
         for name, tensor in self.tensors.items():
             every = Span(0, self._units[name])
@@ -420,6 +422,11 @@ def _kinds(everyone: Sequence[Holding], moving: Collection[str]) -> dict[str, di
                     "two steps, with the same optimizers on all ranks"
                 )
     return found
+
+
+def _has_elements(value: object) -> bool:
+    """Whether it is of elements of a weight: with a sharded optimizer, of some of them, which stay where they are."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _words(kinds: Mapping[_Key, torch.dtype]) -> str:

@@ -138,7 +138,8 @@ class Fit:
         restore_progress(self._setup, self._position, state)
         self._batches.seek(state["data"])
         self._begun_s = self._setup.clock.now_s() - state["spent_s"]
-        self._recorder.is_wanted, self._wants_checkpoint = state["is_recorded"], state["wants_checkpoint"]
+        self._recorder.joins(is_wanted=state["is_recorded"])
+        self._wants_checkpoint = state["wants_checkpoint"]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

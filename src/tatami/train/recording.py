@@ -60,6 +60,10 @@ class RunRecorder:
         self._tell_tiling(iteration, why="at the start", speeds=self._speeds())
         self._trace_next(iteration)
 
+    def joins(self, *, is_wanted: bool) -> None:
+        """This rank has joined a run whose other ranks have begun."""
+        self.is_wanted, self._names = is_wanted, ()
+
     def iterated(
         self,
         check: Check | None,
@@ -103,7 +107,7 @@ class RunRecorder:
 
     def ended(self, stopped: str, *, iteration: int) -> None:
         """`fit` has come to its end; `stopped` says by which limit."""
-        self._records.write("end", iteration=iteration, values={"stopped": stopped})
+        self.write("end", iteration=iteration, values={"stopped": stopped})
 
     def failed(self, error: BaseException, *, iteration: int) -> None:
         """An error ends the run, perhaps on this rank alone."""
@@ -144,7 +148,7 @@ class RunRecorder:
         number, due = iteration + 1 - self._laid_at, (iteration + 1) % self._every == 0
         model = self._model
         if model.stage is not None and self.is_wanted and due and number >= _STEADY and not self._has_timeline:
-            model.comm.barrier()
+            self._whole(model.comm.barrier)
             model.phases.trace()
             self._traces = True
 
@@ -153,7 +157,8 @@ class RunRecorder:
         if not self._traces:
             return
         self._traces, self._has_timeline = False, True
-        names, told = self._model.names, self._model.comm.gather_object(self._model.phases.spans)
+        model = self._model
+        names, told = self._whole(lambda: (model.names, model.comm.gather_object(model.phases.spans)))
         if told is not None:
             least_s = _SEEN * max((span.ended_s for spans in told for span in spans), default=0.0)
             ranks = {name: _seen(spans, least_s) for name, spans in zip(names, told, strict=True)}
@@ -163,7 +168,7 @@ class RunRecorder:
         """In an elastic run ranks have come or gone. What was spent under the tiling of before is of no use any more."""
         self._spent_s, self._num_spent = {}, 0
         now = self._model.names
-        if now[0] != before[0] and self._model.comm.rank == 0:
+        if now[:1] != before[:1] and self._model.comm.rank == 0:
             self._records.resume(iteration=iteration)  # where the first rank of before has written to the same file
         gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
         why = [f"{', '.join(names)} {what}" for names, what in ((gone, "gone"), (come, "joined")) if names]
@@ -220,7 +225,8 @@ class RunRecorder:
         }
         if stage is not None:
             index = -1 if stage.index is None else stage.index
-            told = model.comm.gather_object((index, values["sent_bytes"], values["native_bytes"])) or []
+            own = (index, values["sent_bytes"], values["native_bytes"])
+            told = self._whole(lambda: model.comm.gather_object(own)) or []
             of_stages = {number: (sent, size) for number, sent, size in told}
             values |= {
                 "stages": stage.layout.to_dict(),
