@@ -59,7 +59,7 @@ def test_where_all_is_there_nothing_is_to_be_done() -> None:
     found = diagnosed(WHOLE)
     assert problems(found) == {}
     assert steps_to_take(found) == []
-    assert {"Python", "torch", "ray", "simgrid", "CUDA", "cores", "shared memory"} <= {each.what for each in found}
+    assert {"Python", "torch", "ray", "CUDA", "cores", "shared memory"} <= {each.what for each in found}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 from sim_rig import Transfers
 
-from tatami.sim.engine import simgrid
+from simgrid_here import simgrid
 from tatami.sim.platforms import RDMA
 
 # Without "Full", SimGrid 4.1 updates only what it thinks has changed: some of many flows that begin together run as if alone.
@@ -35,7 +35,13 @@ def simgrid_ends_s(transfers: Transfers) -> list[float]:
         "sends": transfers.sends,
     }
     ran = subprocess.run(
-        [sys.executable, __file__], input=json.dumps(asked), capture_output=True, text=True, timeout=800, check=False
+        [sys.executable, __file__],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     found: list[float] = json.loads(ran.stdout.splitlines()[-1])

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from sim_rig import Transfers, ends
 
-from simgrid_here import needs_simgrid
 from tatami.cluster import Cluster, Link, OwnLink, Processor
-from tatami.errors import ClusterError, InputError, MissingExtraError
-from tatami.sim.platforms import RDMA, ClusterPlatform, FatTree, MachineGroup, Tree, Wire, XmlPlatform, preset, read_platform
+from tatami.errors import ClusterError, InputError
+from tatami.sim.platforms import RDMA, ClusterPlatform, FatTree, MachineGroup, Tree, Wire, preset, read_platform
 from tatami.sim.tiling import Change, draw_trace, read_trace
 
 WIRE = Wire(bandwidth_bytes_per_s=1e8, latency_s=1e-3)
@@ -33,15 +32,6 @@ link = { bandwidth = "125 MB/s", latency = "50 us", duplex = true }
 [[groups]]
 name = "store"
 link = { bandwidth = "1 GB/s", latency = "10 us" }
-"""
-XML = """<?xml version='1.0'?>
-<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">
-<platform version="4.1"><zone id="all" routing="Full">
-  <host id="n10" speed="1Gf"/><host id="n9" speed="2Gf"/><host id="n1" speed="1Gf"/>
-  <link id="l" bandwidth="100MBps" latency="1ms"/>
-  <route src="n1" dst="n9"><link_ctn id="l"/></route>
-  {more}
-</zone></platform>
 """
 
 
@@ -208,41 +198,6 @@ def test_links_that_were_probed_pair_by_pair_share_their_machines_cards() -> Non
         found = ends(Transfers(platform=platform, sends=sends))
         times = [found.times["send", index] for index in range(len(sends))]
         assert times == pytest.approx([1e-4 + each for each in expected_s], rel=1e-6)
-
-
-@needs_simgrid
-def test_simgrids_own_xml(tmp_path: Path) -> None:
-    more = '<route src="n1" dst="n10"><link_ctn id="l"/></route><route src="n9" dst="n10"><link_ctn id="l"/></route>'
-    (tmp_path / "three.xml").write_text(XML.replace("{more}", more))
-    platform = read_platform(tmp_path / "three.xml")
-    assert isinstance(platform, XmlPlatform)
-    assert list(platform.hosts) == ["n1", "n9", "n10"]
-    assert platform.speeds_flop_per_s == (1e9, 2e9, 1e9)
-    found = ends(Transfers(platform=platform, sends=((0, 2, 1e8),)))
-    assert found.times[("send", 0)] == pytest.approx(13.01e-3 + 1.05 / 0.97, rel=1e-9)
-
-
-@needs_simgrid
-def test_a_host_that_xml_leaves_without_a_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "island.xml").write_text(XML.replace("{more}", ""))
-    with pytest.raises(ClusterError, match="the host 'n10' is unreachable"):
-        read_platform(tmp_path / "island.xml")
-
-
-@needs_simgrid
-def test_xml_that_simgrid_refuses(tmp_path: Path) -> None:
-    (tmp_path / "bad.xml").write_text(XML.replace("{more}", '<host id="n1" speed="1Gf"/>'))
-    with pytest.raises(ClusterError, match="cannot be used as a platform"):
-        read_platform(tmp_path / "bad.xml")
-    with pytest.raises(ClusterError, match=r"cannot read the platform file .*none\.xml: No such file"):
-        read_platform(tmp_path / "none.xml")
-
-
-def test_without_simgrid_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "three.xml").write_text(XML)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"make simgrid.*pip install 'tatami-torch\[sim\]'"):
-        read_platform(tmp_path / "three.xml")
 
 
 def test_a_trace_is_read(tmp_path: Path) -> None:

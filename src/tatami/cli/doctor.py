@@ -32,7 +32,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Only check what is installed; start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
-    """Check what is installed and whether it works (MPI, Ray, SimGrid, CUDA, cores, memory), and say how to fix what does not.
+    """Check what is installed and whether it works (MPI, Ray, CUDA, cores, memory), and say how to fix what does not.
 
     With --hosts, log in to each host by ssh, as `tatami run --hosts` does, and find versions that differ, unknown host names,
     and connections that a firewall blocks.

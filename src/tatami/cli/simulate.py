@@ -36,7 +36,7 @@ simulate.command(name="server", epilog=SERVER_EPILOG)(simulate_server)
 @simulate.command()
 def platform(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Cluster file, file of groups, or SimGrid's XML.", show_default=False)
+        Path | None, typer.Argument(metavar="FILE", help="Cluster file, or file of groups.", show_default=False)
     ] = None,
     *,
     preset: Annotated[str | None, optional(help="Name of a platform to use instead of a file.")] = None,

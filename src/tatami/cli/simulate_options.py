@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 PlatformFile = Annotated[
-    Path | None, optional("--platform", metavar="FILE", help="Cluster file, file of groups with backbones, or SimGrid's XML.")
+    Path | None, optional("--platform", metavar="FILE", help="Cluster file, or file of groups with backbones.")
 ]
 Cores = Annotated[int | None, typer.Option(min=1, help="Number of parallel runs.", show_default="all cores")]
 SweepOption = Annotated[str | None, optional("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.")]

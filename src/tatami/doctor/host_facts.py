@@ -25,7 +25,6 @@ PACKAGES = {
     "tensorboard": "tensorboard",
     "vl-convert-python": "report",
     "ray": "server",
-    "simgrid": "sim",
 }
 """What is looked for, with the extra that brings it."""
 _GPUS = Path("/proc/driver/nvidia/gpus")

@@ -73,13 +73,6 @@ TRIALS = (
         advice="this torch sees no GPU although the driver shows some: install a torch that was built for its CUDA",
     ),
     Trial(
-        what="SimGrid",
-        needs="simgrid",
-        words=("-c", "from tatami.sim.engine import simgrid; print('SimGrid', simgrid().simgrid_version)"),
-        expects="SimGrid ",
-        advice="build it again, see docs/rehearsal.md",
-    ),
-    Trial(
         what="Ray",
         needs="ray",
         words=("-c", "import ray; print('Ray', ray.__version__)"),

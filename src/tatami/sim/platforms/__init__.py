@@ -6,7 +6,6 @@ from tatami.sim.platforms.flat import ClusterPlatform
 from tatami.sim.platforms.presets import PRESETS, preset
 from tatami.sim.platforms.toml import read_platform
 from tatami.sim.platforms.tree import MachineGroup, Tree
-from tatami.sim.platforms.xml import XmlPlatform
 
 __all__ = [
     "PRESETS",
@@ -19,7 +18,6 @@ __all__ = [
     "MachineGroup",
     "Tree",
     "Wire",
-    "XmlPlatform",
     "preset",
     "read_platform",
 ]

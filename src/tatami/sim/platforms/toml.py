@@ -1,4 +1,4 @@
-"""Platforms as files: a cluster.toml (processors and links), groups with backbones, or SimGrid's XML.
+"""Platforms as files: a cluster.toml (processors and links), or groups with backbones.
 
 name = "two clusters"
 fabric = "tcp"                                        # or "rdma": plain latency and bandwidth; may be left out
@@ -32,7 +32,6 @@ from tatami.inputs import read_toml
 from tatami.sim.platforms.base import RDMA, TCP, AbstractPlatform, Fabric, Wire
 from tatami.sim.platforms.flat import ClusterPlatform
 from tatami.sim.platforms.tree import MachineGroup, Tree
-from tatami.sim.platforms.xml import read_xml
 from tatami.units import parse_duration, parse_speed
 
 _FABRICS = {"tcp": TCP, "rdma": RDMA}
@@ -40,15 +39,13 @@ _DEEPEST = 20
 
 
 def read_platform(path: Path | str) -> AbstractPlatform:
-    """The platform that a file describes: TOML with `groups` or with `processors`, or SimGrid's XML.
+    """The platform that a file describes: TOML with `groups` or with `processors`.
 
     Raises:
         ClusterError: it cannot be read, or describes no platform: every fault, each with its path, as in
             "groups[0].groups[1].speed: must be > 0, not -1".
     """
     file = Path(path)
-    if file.suffix == ".xml":
-        return read_xml(file)
     tables = read_toml(file, what="the platform file", error=ClusterError)
     if "groups" not in tables:
         return ClusterPlatform(cluster=cluster_of(tables, source=path), name=file.stem)
