@@ -302,7 +302,7 @@ def test_what_fails_in_making_it_anew_is_told_on_all_ranks(folder: Path) -> None
     def fails(states: list[Any]) -> Any:
         return states[2]
 
-    with pytest.raises(CheckpointError, match=r"could not be loaded on rank 0 of 3: IndexError: .* range\n  on rank 1"):
+    with pytest.raises(CheckpointError, match=r"could not be loaded on every rank: IndexError: .* range"):
         resumed(3, folder, reshard=fails)
 
 
@@ -411,8 +411,8 @@ def test_a_full_disk_is_told_on_all_ranks_and_older_checkpoints_stay(
         patch.setattr(os, "replace", full)
         told = run_threads(body, size=2)
     assert told[0] == told[1]
-    assert "the checkpoint of step 30 could not be written on rank" in told[0]
-    assert "rank 1 of 2: [Errno 28] No space left on device" in told[0]
+    assert "the checkpoint of step 30 could not be written on" in told[0]
+    assert ": [Errno 28] No space left on device" in told[0]
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000010", "step-00000020"]
     assert_resumes(resumed(2, folder), step=20)
 

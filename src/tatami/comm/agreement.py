@@ -128,7 +128,10 @@ def all_or_none(
     problems = problems_of(comm, problem)
     if problems:
         told = "\n  ".join(f"on rank {rank} of {comm.size}: {each}" for rank, each in problems.items())
-        raise known_to_all(error(f"{what} {told}")) from cause
+        if len(problems) == comm.size > 1 and len(set(problems.values())) == 1:
+            told = f"on every rank: {problems[0]}"
+        # What is Tatami's own says all by itself.
+        raise known_to_all(error(f"{what} {told}")) from (None if isinstance(cause, TatamiError) else cause)
     return result  # type: ignore[return-value]
 
 

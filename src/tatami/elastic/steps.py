@@ -358,7 +358,7 @@ class RepairedStep:
             loss: a scalar, of this rank's samples, or those of its micro-batches; `loss` becomes that of the global batch.
 
         Raises:
-            InputError: it is no tensor, or those of another number of micro-batches; the update was made already.
+            InputError: the loss is not a tensor, or those of another number of micro-batches; the update was made already.
         """
         for each in [loss] if isinstance(loss, torch.Tensor | float | int) else loss:
             if not isinstance(each, torch.Tensor):
