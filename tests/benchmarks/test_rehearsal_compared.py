@@ -14,8 +14,8 @@ from rehearsal.fitting_tiles import TimedTile, flop_of
 from rehearsal.goals import ASKED
 from rehearsal.heldout import BEDS, bed_from_dict, drawn_layouts, found_by
 from rehearsal.rank import LabProbe
-from rehearsal.server import FLOAT_BYTES, ServerJob, server_job_from_dict, setup_of
-from rehearsal.setting import NET, SAMPLES, RankJob, job_from_dict, tilings
+from rehearsal.server import ServerJob, setup_of
+from rehearsal.setting import NET, SAMPLES, RankJob, tilings
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.sim.processes import Runs
 from tatami.sim.server import simulate_server
@@ -67,10 +67,6 @@ def test_there_are_eleven_tilings_and_all_areas_are_as_asked() -> None:
         }
         wanted = dict.fromkeys(speeds, 1.0) if name.startswith("even") else speeds
         assert areas == pytest.approx({processor: each / fsum(wanted.values()) for processor, each in wanted.items()})
-
-
-def test_a_job_comes_back_from_json() -> None:
-    assert job_from_dict({**JOB.to_dict(), "speeds": list(JOB.speeds), "sizes_bytes": list(JOB.sizes_bytes)}) == JOB
 
 
 def test_constants_are_those_of_the_probe() -> None:
@@ -139,16 +135,6 @@ MODEL_BYTES = 5e6
 FOUND = {"transfers": [{"size_bytes": 1e6, "seconds": [0.11, 0.11, 9.0]}, {"size_bytes": 5e6, "seconds": [0.51, 0.2, 0.51]}]}
 """10 MB/s, and 10 ms for whatever size."""
 RATE, SERVER_LATENCY_S = 1e7, 0.01
-
-
-def test_a_job_of_the_server_comes_back_from_json() -> None:
-    assert server_job_from_dict(json.loads(json.dumps(SERVER_JOB.to_dict()))) == SERVER_JOB
-
-
-def test_a_job_has_a_model_that_takes_so_long_and_a_host_more_than_workers() -> None:
-    assert SERVER_JOB.elements * FLOAT_BYTES == MODEL_BYTES
-    assert len(SERVER_JOB.cluster.processors) == 4
-    assert SERVER_JOB.cluster.network.bandwidth_bytes_per_s == 12.5e6
 
 
 def test_constants_are_those_of_one_transfer_and_of_a_tiny_model() -> None:

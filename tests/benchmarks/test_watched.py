@@ -13,7 +13,6 @@ import pytest
 import detection
 from detection import alarms_of, times_of
 from faulty.judging import WARM, Mark, marks_of, share_of_changes, throughput, usual_s
-from faulty.training import Training, cluster_of
 from paper.setting import CONDITIONS, ORACLE, EvaluationJob, job_from_dict, layout_of
 from tatami.errors import LabError
 from tatami.retiling.noticing import Detector
@@ -37,12 +36,6 @@ def test_in_a_trace_one_host_at_a_time_is_slow_and_as_fast_as_before_afterwards(
         assert back.after_iteration - slow.after_iteration >= QUIET
         assert slow.speed <= first[slow.host] / 1.25 * (1 + 1e-12)
         assert (back.host, back.speed) == (slow.host, first[slow.host])
-
-
-def test_a_shorter_course_is_the_beginning_of_the_longer() -> None:
-    assert draw(3, iterations=120, num=8) == tuple(
-        change for change in draw(3, iterations=400, num=8) if change.after_iteration < 120
-    )
 
 
 def test_each_trace_has_another_order_of_contestants_and_is_read_as_it_was_written() -> None:
@@ -187,22 +180,6 @@ def test_what_a_change_costs_is_missing() -> None:
 def test_a_layout_that_wastes_machines_shows_by_their_speeds_alone() -> None:
     found = marks(*[(1.0, "abc")] * 4, *[(4.0, "ab")] * 4)
     assert throughput(found, speeds=SPEEDS) == pytest.approx((1.0, 8 / 12))
-
-
-def test_machines_that_do_one_step_only_are_judged_by_their_speeds() -> None:
-    found = marks(*[(1.0, "abc")] * 4, (3.0, "ab"), *[(1.0, "abc")] * 3)
-    assert throughput(found, speeds=SPEEDS)[0] == pytest.approx(8 / (4 + 1.5 + 3))
-
-
-def test_a_second_rank_of_a_host_has_another_name() -> None:
-    assert [each.name for each in cluster_of(SPEEDS, hosts=("a", "c", "a")).processors] == ["a", "c", "a/2"]
-
-
-def test_a_training_comes_back_from_its_file(tmp_path: Path) -> None:
-    training = Training(
-        samples=8, steps=3, speeds=SPEEDS, quotas={"a": ["/group"]}, layout=None, every_s=30.0, folder=str(tmp_path)
-    )
-    assert Training.read(training.write()) == training
 
 
 def test_a_rank_is_killed_every_so_often_and_another_joins_for_it() -> None:

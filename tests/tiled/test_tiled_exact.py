@@ -88,7 +88,7 @@ def drawn_layouts(data: st.DataObject, size: int, kind: str) -> list[Layout]:
     return [first, first, second, second, first]
 
 
-@pytest.mark.ranks(1, 2, 3, 4, 5, 6)
+@pytest.mark.ranks(1, 2, 3, 4, 6)
 @pytest.mark.parametrize("kind", ["one", "whole", "replicas"])
 @property_test
 @given(network=networks(), name=st.sampled_from(sorted(optimizers(torch.float64))), data=st.data())
