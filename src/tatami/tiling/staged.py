@@ -30,7 +30,7 @@ from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.pipeline import PipelineStage, PipelineTask, best_pipeline
 from tatami.tiling.pipeline_flow import Floats
-from tatami.tiling.plan import Plan, plan
+from tatami.tiling.plan import Plan, plan, uncollected
 from tatami.tiling.room import WORTH_IT
 from tatami.tiling.sharding import num_rounds
 from tatami.tiling.span import whole_shares
@@ -111,6 +111,7 @@ def fastest_plan(
     return chosen
 
 
+@uncollected()
 def plan_stages(
     cluster: Cluster,
     workload: Workload,
