@@ -439,10 +439,22 @@ def fit_until_joined(log: str | None = None) -> tuple[Any, ...]:
     return *trained, trainer.predict(batch(2)[0], batch_size=SAMPLES), trainer.optimizer.param_groups[0]["lr"], until.seen
 
 
+class OwnRecords(Records):
+    """All ranks have them, of the same file, which only one may cut."""
+
+    def __init__(self, path: str, model: TiledModel) -> None:
+        super().__init__(path)
+        self._model = model
+
+    def resume(self, *, iteration: int) -> None:
+        assert self._model.comm.rank == 0
+        super().resume(iteration=iteration)
+
+
 def trainer_of(model: TiledModel, *callbacks: Any, folder: str | None = None, log: str | None = None) -> tatami.Trainer:
     return tatami.Trainer(
         model,
-        records=None if log is None else Records(log),
+        records=None if log is None else OwnRecords(log, model),
         record_every=1,
         optimizer=functools.partial(optimizer_of_parameters, kind="adam"),
         loss=nn.MSELoss(),

@@ -306,7 +306,8 @@ def test_a_death_with_a_sharded_optimizer_costs_the_steps_since_the_last_checkpo
     pool: Pool, tmp_path: Path, replicas: int, moment: Moment
 ) -> None:
     """Also in the middle of an update, which the others have made in part then."""
-    script = functools.partial(scripts.fit, replicas, "tensors", str(tmp_path / "checkpoints"), shards=True)
+    folder, log = str(tmp_path / "checkpoints"), tmp_path / "run.jsonl"
+    script = functools.partial(scripts.fit, replicas, "tensors", folder, shards=True, log=str(log))
     context = ElasticContext(hook=Killer(("p1", moment, 3)), pool=pool)
     result = run_elastic(script, settings=THREE, context=context)
     assert set(result.values) == {"p0", "p2"}
@@ -315,6 +316,7 @@ def test_a_death_with_a_sharded_optimizer_costs_the_steps_since_the_last_checkpo
     assert change.reason.endswith("the run goes on from its last checkpoint")
     for told in result.values.values():
         check_fit(told, undisturbed_fit("tensors", scripts.STEPS))
+    torch.testing.assert_close(losses_in(log), undisturbed_fit("tensors", scripts.STEPS)[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("moment", [Moment.BEFORE_FORWARD, Moment.BEFORE_UPDATE])

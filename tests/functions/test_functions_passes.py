@@ -77,9 +77,41 @@ def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(comm
     x, w = scalar(1), scalar(3)
     y = functions.allreduce(x, comm)
     functions.backward(2 * y, retain_graph=True)
-    functions.backward(w**2)
+    (w**2).backward()  # type: ignore[no-untyped-call]
     functions.backward(3 * y)
     assert (grad_of(x), grad_of(w)) == (10.0, 6.0)
+
+
+def test_each_of_two_passes_may_be_run_again_where_it_is_retained(comm: AbstractCommunicator) -> None:
+    x, passes, losses = scalar(2 + comm.rank), [functions.Pass(), functions.Pass()], []
+    for number, one in enumerate(passes):
+        with one:
+            arrived = functions.sendrecv((number + 1) * x, comm, dest=1 - comm.rank, source=1 - comm.rank)
+            losses.append(arrived**2)
+    for retains in (True, False):
+        for one, loss in zip(passes, losses, strict=True):
+            one.backward(loss, retain_graph=retains)
+    assert grad_of(x) == 2 * sum(2 * number**2 * (2 + comm.rank) for number in (1, 2))
+
+
+@pytest.mark.ranks(3)
+def test_two_losses_of_one_pass_of_which_one_touches_nothing(comm: AbstractCommunicator) -> None:
+    x = scalar(2)
+    if comm.rank == 0:
+        functions.send(3 * x, comm, dest=1)
+        functions.send(2 * x, comm, dest=2)
+        first, second = functions.recv(comm, source=2) ** 2, x**3
+    elif comm.rank == 1:
+        arrived = functions.recv(comm, source=0)
+        first, second = arrived**2, arrived**3
+    else:
+        arrived = functions.recv(comm, source=0)
+        functions.send(5 * x, comm, dest=0)
+        first, second = arrived**2, x**3
+    functions.backward(first, retain_graph=True)
+    functions.backward(second)
+    expected = {0: 3 * 4 + 2 * 9 * 2 + 3 * 27 * 4 + 2 * 4 * 2, 1: None, 2: 2 * 25 * 2 + 3 * 4}[comm.rank]
+    assert (None if x.grad is None else x.grad.item()) == expected
 
 
 def test_a_retained_pass_is_not_run_again_with_the_next_one(comm: AbstractCommunicator) -> None:

@@ -440,6 +440,10 @@ def in_parts(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return torch.stack([F.cross_entropy(output[part], classes[part], reduction="sum") for part in parts]).sum() / len(classes)
 
 
+def views(output: torch.Tensor) -> torch.Tensor:
+    return torch.cat([output, output**2])
+
+
 def two_halves(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
     one, other = output[: len(output) // 2 * 2].chunk(2)
     return F.mse_loss(one, other)
@@ -521,6 +525,10 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "root behind a function": (behind_a_function, True),
     "some samples": (lambda out, y: F.cross_entropy(out[1:], y[1:]), True),
     "normalized": (lambda out, y: F.cross_entropy(F.batch_norm(out, None, None, training=True), y), True),
+    "of two views": (lambda out, y: F.cross_entropy(views(out) @ views(out).T, torch.arange(2 * len(y))), True),
+    "stacked views": (lambda out, y: torch.stack([out, out**2]).flatten(0, 1).std(0).mean(), True),  # noqa: ARG005
+    "halves of two views": (lambda out, y: two_halves(views(out), y), True),
+    "the other view": (lambda out, y: F.mse_loss(views(out), views(out).roll(len(y), 0)), True),
     "turned around": (lambda out, y: F.mse_loss(out, out.flip(0)), True),  # noqa: ARG005
     "in another order": (lambda out, y: F.mse_loss(out, out[torch.arange(len(out)).roll(1)]), True),  # noqa: ARG005
     "chosen in another order": (lambda out, y: (out * out.index_select(0, torch.arange(len(y)).roll(1))).mean(), True),
@@ -549,7 +557,7 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
 }
 FINE = (
     "largest of classes", "columns by a mask", "mean", "sum over count", "half of two", "smoothed", "deviation of each",
-    "in parts", "of each", "columns", "elements of each",
+    "in parts", "of each", "columns", "elements of each", "halves of two views", "the other view",
 )  # fmt: skip
 
 

@@ -262,7 +262,7 @@ class MultiNodeCheckpoint:
             if stray := [each for each in later if each not in self._found]:
                 raise InputError(
                     f"{self._directory} has a checkpoint of step {stray[0]} that this run knows nothing of; call resume() "
-                    "before the first save, or choose another directory"
+                    "before the first save (of a Trainer: fit(..., resume=True)), or choose another directory"
                 )
             return encode(state) if any(each[0] == me for each in self._sets) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.functions.chain import NO_GRAPH_TASK, Chain, all_here, chains_of, retained_last, to_visit
+from tatami.functions.chain import Chain, all_here, chains_of, retained_last, to_visit
 from tatami.functions.joining import touched
 
 _SEED = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -30,7 +30,8 @@ def backward(
 
     In the block of a `Pass` it runs through that pass alone. Elsewhere it runs through what belongs to no `Pass`, and through
     each `Pass` that `loss` needs; without a loss through all that are in flight. Where nothing was communicated since a
-    backward that retained the graph, it runs through the same passes again.
+    backward that retained the graph, it runs through the same passes again, whatever the loss: one that has nothing to do with
+    them ends with `loss.backward()`.
 
     Args:
         loss: a scalar, or a delegate, or any tensor, whose elements are summed; None on a rank without a loss.
@@ -42,13 +43,13 @@ def backward(
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     outputs = () if loss is None or not loss.requires_grad else (loss,)
-    keep_graph = create_graph if retain_graph is None else retain_graph
-    roots = [chain.last for chain in _chains(comm, outputs, retains=keep_graph)]
+    roots = [chain.last for chain in _chains(comm, outputs)]
     grads = [_SEED] * len(roots)
     for output in outputs:
         roots.insert(0, output)
         grads.insert(0, _ones(output))
     if roots:
+        keep_graph = create_graph if retain_graph is None else retain_graph
         # `torch.autograd.backward` ends in this too. On the way it looks for shapes that are symbols and for other things that
         # are not here, which takes longer than a message between two ranks, and for the first time a second of imports.
         torch.autograd.Variable._execution_engine.run_backward(
@@ -82,7 +83,7 @@ def grad(
     """
     given = _as_list(outputs)
     seeds = _as_list(grad_outputs) or [_ones(output) for output in given]
-    chains = _chains(comm, given, retains=create_graph if retain_graph is None else retain_graph)
+    chains = _chains(comm, given)
     wanted = _as_list(inputs)
     roots = [*given, *(chain.last for chain in chains)]
     if not roots:
@@ -112,21 +113,15 @@ def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torc
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _chains(comm: AbstractCommunicator | None, outputs: Sequence[torch.Tensor], *, retains: bool) -> list[Chain]:
-    """The chains whose ends must be roots of backward, beside `outputs`; `retains` is whether it may be run again."""
+def _chains(comm: AbstractCommunicator | None, outputs: Sequence[torch.Tensor]) -> list[Chain]:
+    """The chains whose ends must be roots of backward, beside `outputs`."""
     everything = all_here() if comm is None else [chains_of(comm)]
     wanted, possible = to_visit(everything)
     if not outputs:
         return wanted + possible or retained_last(everything)
-    for chains in everything:
-        possible += chains.retained
-    found = list(touched(outputs, possible)) if possible else []
-    again = retained_last(everything)
-    nothing_new = not wanted and all(chain.retained_in != NO_GRAPH_TASK for chain in found)
-    # A loss that touches none of what was retained has nothing to do with it, unless that of the first time touched none.
-    if nothing_new and (not set(found).isdisjoint(again) or not any(chain.is_touched for chain in again)):
+    retained = [chain for chains in everything for chain in chains.retained]
+    found = list(touched(outputs, possible + retained)) if possible or retained else []
+    if not wanted and all(chain in retained for chain in found):  # nothing was communicated since
+        again = [chain for chain in retained if chain.goes_with(found)] if found else retained_last(everything)
         found += [chain for chain in again if chain not in found]
-    if retains:
-        for chain in touched(outputs, wanted):
-            chain.is_touched = True
     return [*wanted, *found]

@@ -38,7 +38,7 @@ class Chain:
         location: the line of user code of the last operation.
         num_operations: how many there are.
         retained_in: the graph task in which backward last visited all of it and torch was told to retain the graph.
-        is_touched: whether the loss of that pass, or of one before, was computed from any of it.
+        begun, visited: how many chains of this thread had been visited when it began, and when it was visited.
     """
 
     def __init__(self, number: int, owner: object) -> None:
@@ -49,13 +49,17 @@ class Chain:
         self.location = b""
         self.num_operations = 0
         self.retained_in = NO_GRAPH_TASK
-        self.is_touched = False
+        self.begun, self.visited = _here.num_visited, 0
         self._graph_task = NO_GRAPH_TASK
 
     @property
     def is_over(self) -> bool:
         """Whether backward has visited all of it, and may not do so again."""
         return self.last is _OVER
+
+    def goes_with(self, others: Iterable[Chain]) -> bool:
+        """Whether it is of the pass of one of these, perhaps on another communicator: backward visits all of a pass."""
+        return any(each.retained_in == self.retained_in and each.owner is self.owner for each in others)
 
     def add(self, token: torch.Tensor, location: bytes) -> int:
         """The next operation; returns its index."""
@@ -168,11 +172,11 @@ class Chains:
             del self.in_flight[chain.owner]
             self.num_operations -= chain.num_operations
         task = _here.last_closed_in = torch._C._current_graph_task_id()
+        _here.num_visited += 1
+        chain.visited = _here.num_visited
         if self.retained:
-            # `chain` was visited: passes that were retained together are run again together, others are older and given up.
-            again = (task,) if chain.retained_in == NO_GRAPH_TASK else (task, chain.retained_in)
             for each in self.retained:
-                if each.retained_in not in again:
+                if each.visited <= chain.begun:  # something was communicated since: it is not run again
                     each.end()
             self.retained = [each for each in self.retained if each is not chain and not each.is_over]
         if torch._C._autograd._get_current_graph_task_keep_graph():
@@ -194,12 +198,14 @@ class _Here(threading.local):
         chains: by their ids; a WeakSet takes longer than all the rest.
         entered: the `Pass` whose block is being run.
         last_closed_in: the graph task in which a chain was last visited to the end.
+        num_visited: how many were.
     """
 
     def __init__(self) -> None:
         self.chains: dict[int, ReferenceType[Chains]] = {}
         self.entered: object = None
         self.last_closed_in = NO_GRAPH_TASK
+        self.num_visited = 0
 
 
 _here = _Here()
@@ -234,8 +240,11 @@ def to_visit(everything: Iterable[Chains]) -> tuple[list[Chain], list[Chain]]:
 
 
 def retained_last(everything: Iterable[Chains]) -> list[Chain]:
-    """What the last backward of this thread visited, if it may be visited again."""
-    return [each for chains in everything for each in chains.retained if each.retained_in == _here.last_closed_in]
+    """What may be visited again: what the last backward of this thread visited; in the block of a `Pass`, that pass."""
+    retained = [each for chains in everything for each in chains.retained]
+    if _here.entered is not None:
+        return [each for each in retained if each.owner is _here.entered]
+    return [each for each in retained if each.retained_in == _here.last_closed_in]
 
 
 def chains_here() -> list[Chain]:

@@ -18,7 +18,7 @@ a subclass of Tensor would see every operation of the program.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -55,9 +55,7 @@ def _backward(
     if known and grad_variables is None and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
         roots = _as_list(tensors)
         met = touched(roots, known)
-        for chain in met:
-            chain.is_touched = True
-        met |= dict.fromkeys((chain for chain in known if chain not in met and _same_pass(chain, met)), False)
+        met |= dict.fromkeys((chain for chain in known if chain not in met and chain.goes_with(met)), False)
         unfinished = [chain for chain, from_its_end in met.items() if not from_its_end]
         if unfinished:
             given = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
@@ -66,11 +64,6 @@ def _backward(
         if met and inputs is not None:
             inputs = [*_as_list(inputs), *(chain.first for chain in met)]
     _plain_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-
-
-def _same_pass(chain: Chain, met: Iterable[Chain]) -> bool:
-    """Whether it is of the pass of one that was met, on another communicator: backward visits all of a pass."""
-    return any(each.retained_in == chain.retained_in and each.owner is chain.owner for each in met)
 
 
 def _as_list(tensors: torch.Tensor | Sequence[Any]) -> list[Any]:

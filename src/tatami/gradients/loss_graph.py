@@ -55,6 +55,7 @@ _CHOOSING_ROWS = frozenset({"Index", "IndexSelect"})
 _SUM = 2
 """What torch calls reduction="sum"."""
 _RESHAPING = frozenset({"View", "UnsafeView", "ReshapeAlias"})
+_JOINING = frozenset({"Cat", "Stack"})
 _ADDING_ROWS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce", "IndexReduce"})
 _CROSS_ENTROPIES = ("NllLoss", "NllLoss2D")
 _CHOOSING = ("Index", "MaskedSelect")
@@ -91,7 +92,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         seen.add((node, is_number, bool(bent)))
         below = [other for other, _ in node.next_functions if other is not None]
         multiplies = name in _PRODUCTS | _MATRIX_PRODUCTS and sum(_leads_to_output([other]) for other in below) > 1
-        if name in _COUPLING and _is_over_samples(node):
+        if name in _COUPLING and _is_over_samples(node) and not _rolls_parts(name, node):
             raise _couples(name)
         if bent and _reduces_samples(name, node):  # such as the square of a mean, or its part of a difference
             raise _couples(bent)
@@ -101,10 +102,10 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             _say_compiled()
         if _pairs(below) if multiplies and name in _MATRIX_PRODUCTS else _is_broadcast_twice(below):
             raise _couples(name)
-        if name in _TAKING and _is_over_samples(node):
+        if name in _TAKING and _is_over_samples(node, joined=False):
             rows, samples_here = _rows(node)
             cut.setdefault((node.next_functions[0], samples_here), set()).add(rows)
-        is_cut = is_cut or (name in _CUTTING and _is_over_samples(node))
+        is_cut = is_cut or (name in _CUTTING and _is_over_samples(node, joined=False))
         bent = bent or (name if multiplies or name in _BENT | _COUPLING else "")
         if bent and len(below) > 1:
             bends.append((bent, node))
@@ -239,13 +240,16 @@ def _axis(number: int, among: int) -> int:
     return (number - 2**64 if number >= 2**63 else number) % among  # torch keeps -1 without its sign
 
 
-def _is_over_samples(node: Any) -> bool:
-    """Whether an operation goes along the samples of an output of the network, or of what was made of it row by row."""
+def _is_over_samples(node: Any, *, joined: bool = True) -> bool:
+    """Whether an operation goes along the samples of an output of the network, or of what was made of it row by row.
+
+    `joined` says whether also along those of several outputs, one after the other: half of them may be all of one output.
+    """
     operand = next((other for other, _ in node.next_functions if other is not None), None)
-    return operand is not None and _is_over(operand, _axes(node, among=max(1, len(_shape(operand)))))
+    return operand is not None and _is_over(operand, _axes(node, among=max(1, len(_shape(operand)))), joined=joined)
 
 
-def _is_over(operand: Any, axes: Iterable[int]) -> bool:
+def _is_over(operand: Any, axes: Iterable[int], *, joined: bool = True) -> bool:
     """As `_is_over_samples`, of some axes of what an operation takes."""
     if not _shape(operand) or 0 in _shape(operand):
         return False
@@ -262,7 +266,7 @@ def _is_over(operand: Any, axes: Iterable[int]) -> bool:
             continue
         for below in (other for other, _ in node.next_functions if other is not None):
             own = _shape(below)
-            moved = _moved(name, node, along, among=len(own))
+            moved = _moved(name, node, along, own=own) if joined or name not in _JOINING else None
             reduces = name in _OVER_OTHERS and along == {0} and own[:1] == shape[:1] and len(own) > 1
             if moved is not None:
                 waiting.append((below, moved))
@@ -271,8 +275,14 @@ def _is_over(operand: Any, axes: Iterable[int]) -> bool:
     return False
 
 
-def _moved(name: str, node: Any, axes: frozenset[int], *, among: int) -> frozenset[int] | None:
-    """Which axes of its operand, of so many, the axes of a result are; None for what neither turns, drops nor adds any."""
+def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) -> frozenset[int] | None:
+    """Which axes of its operand, of shape `own`, those of a result are; None for what neither turns, drops nor adds any."""
+    among, shape = len(own), _shape(node)
+    if name == "Cat":
+        return axes
+    if name == "Stack":
+        new = _axis(node._saved_dim, among + 1)
+        return frozenset(axis - (axis > new) for axis in axes if axis != new)
     if name in ("T", "Transpose") and among > 1:
         one, other = (0, 1) if name == "T" else (_axis(node._saved_dim0, among), _axis(node._saved_dim1, among))
         return frozenset({one: other, other: one}.get(axis, axis) for axis in axes)
@@ -281,12 +291,20 @@ def _moved(name: str, node: Any, axes: frozenset[int], *, among: int) -> frozens
     if name == "Select":
         dropped = _axis(node._saved_dim, among)
         return frozenset(axis + (axis >= dropped) for axis in axes)
-    if name in _RESHAPING and axes == {0} and among and _shape(node):
+    if name in _RESHAPING and axes == {0} and among and shape:
+        merged = among - len(shape) + 1
+        if merged > 1 and math.prod(own[:merged]) == shape[0]:
+            return frozenset(range(merged))
         return axes  # the first axis, longer or shorter, has what the first one has
     if name == "Unsqueeze":
         added = _axis(node._saved_dim, among + 1)
         return frozenset(axis - (axis > added) for axis in axes if axis != added)
     return None
+
+
+def _rolls_parts(name: str, node: Any) -> bool:
+    """Whether a roll of outputs, one after the other, goes by whole outputs: to the same sample of another."""
+    return name == "Roll" and all(shift % max(1, min(_samples_of(node), default=1)) == 0 for shift in node._saved_shifts)
 
 
 def _rows(node: Any) -> tuple[range, int]:
@@ -308,7 +326,7 @@ def _parts(node: Any, number: int) -> set[tuple[Any, Any]]:
             continue
         seen.add(edge)
         name = _operation(node)
-        if name in _CUTTING and _is_over_samples(node):
+        if name in _CUTTING and _is_over_samples(node, joined=False):
             part = _rows(node) if name in _TAKING else number
             found.add((node.next_functions[0], part))
         else:
@@ -322,6 +340,8 @@ def _samples_of(node: Any) -> set[int]:
 
     def is_found(other: Any) -> bool:
         axis, shape = samples_axis(other) if is_output(other) else None, _shape(other)
+        if _operation(other) in _JOINING | set(_RESHAPING) and _is_over(other, {0}):
+            axis = 0
         if axis is not None and axis < len(shape):
             found.add(shape[axis])
         return False

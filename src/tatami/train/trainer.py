@@ -438,7 +438,7 @@ class Trainer:
                 found = elsewhere.resume(setup, self._position, batches, needed=True)
             finally:
                 elsewhere.close()
-        if found:
+        if found and setup.model.comm.rank == 0:  # in an elastic run, others have records of the same file
             setup.records.resume(iteration=self._position.iteration)
         if found and self._retiler is not None:
             setup.retiling = setup.updates.retiling = Retiling(setup.model, setup.optimizer, retiler=self._retiler)

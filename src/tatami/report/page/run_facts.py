@@ -236,8 +236,9 @@ def _death(record: Mapping[str, Any]) -> Row:
         return {"when": when, "what": what, "repair": "", "lost": f"{silent:.2f} s until it was noticed" if silent else ""}
     if record["event"] == "members":
         settled = {"finished": "the open step was finished", "redone": "the open step was done again", "none": ""}
-        settled["returned"] = f"{record.get('steps_lost')} steps were done again, from the last checkpoint"
-        members = f"{len(record['members'])} ranks go on"
+        lost, ranks = record.get("steps_lost"), len(record["members"])
+        settled["returned"] = f"{lost} step was done again" if lost == 1 else f"{lost} steps were done again"
+        members = f"{ranks} rank goes on" if ranks == 1 else f"{ranks} ranks go on"
         repair = "; ".join(filter(None, [settled.get(record["settled"], ""), members, f"{record['moved_units']} units moved"]))
         return {"when": when, "what": record["reason"], "repair": repair, "lost": f"{record['lost_s']:.2f} s"}
     if record["event"] == "warning":
