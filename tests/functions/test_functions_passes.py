@@ -94,6 +94,23 @@ def test_each_of_two_passes_may_be_run_again_where_it_is_retained(comm: Abstract
     assert grad_of(x) == 2 * sum(2 * number**2 * (2 + comm.rank) for number in (1, 2))
 
 
+@pytest.mark.threads_only
+def test_a_backward_that_one_rank_leaves_out_is_noticed_in_the_next_pass(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> str:
+        x = scalar(1)
+        if comm.rank == 0:
+            functions.send(x, comm, dest=1)
+        else:
+            functions.backward(functions.recv(comm, source=0) ** 2, retain_graph=True)
+        functions.backward(retain_graph=comm.rank == 0)
+        with pytest.raises(CommError) as told:  # noqa: PT012 -- which of them raises depends on what comes first
+            functions.allreduce(x, comm).backward()
+            functions.allreduce(x, comm).backward()
+        return str(told.value)
+
+    assert all("rank 1 ran backward through a pass more often than rank 0" in text for text in world(body))
+
+
 @pytest.mark.ranks(3)
 def test_two_losses_of_one_pass_of_which_one_touches_nothing(comm: AbstractCommunicator) -> None:
     x = scalar(2)

@@ -38,6 +38,7 @@ class Chain:
         location: the line of user code of the last operation.
         num_operations: how many there are.
         retained_in: the graph task in which backward last visited all of it and torch was told to retain the graph.
+        first_serials: by rank, the serial of the first message to it that is answered by a gradient.
         begun, visited: how many chains of this thread had been visited when it began, and when it was visited.
     """
 
@@ -49,6 +50,7 @@ class Chain:
         self.location = b""
         self.num_operations = 0
         self.retained_in = NO_GRAPH_TASK
+        self.first_serials: dict[int, int] = {}
         self.begun, self.visited = _here.num_visited, 0
         self._graph_task = NO_GRAPH_TASK
 

@@ -6,6 +6,7 @@ until it is asked for; so messages may come in another order than they are asked
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Never
 
@@ -169,6 +170,22 @@ class Channel:
                     return message
                 self._keep(message)
         return self._inbox.pop(peer, key)
+
+    def refuse_unasked(self) -> None:
+        """
+        Raises:
+            CommError: a gradient has come for a pass that this rank does not run backward through any more.
+        """
+        for peer in self._peers:
+            answers = [number for kind, _, number in self._kept[peer] if kind == MessageKind.ANSWER]
+            going = (*self.chains.in_flight.values(), *self.chains.retained) if answers else ()
+            first = min((chain.first_serials[peer] for chain in going if peer in chain.first_serials), default=math.inf)
+            if any(number < first for number in answers):
+                self.fail(
+                    f"rank {peer} ran backward through a pass more often than rank {self.comm.rank}, where its gradient would "
+                    "be lost. Run backward equally often on all ranks: a rank without a loss calls "
+                    "tatami.functions.backward(), each time with the same retain_graph"
+                )
 
     def _keep(self, message: ReceivedMessage) -> None:
         problem = self._inbox.put(message)

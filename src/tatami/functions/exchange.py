@@ -223,6 +223,8 @@ class Exchange:
             install()
         # The answers of a backward pass whose graph is wanted are part of the pass that they belong to.
         chain = onto if onto is not None and onto in chains.in_flight.values() else chains.current()
+        for out, serial in self._asked:
+            chain.first_serials.setdefault(out.peer, serial)
         self.chain = chain
         self._num_inputs = len(tensors)
         token: torch.Tensor
@@ -259,6 +261,7 @@ class Exchange:
         result = self._sums(arrived, answers.received)
         if self.index == 0 and not is_differentiated:
             self._chains.close(chain)
+            self._channel.refuse_unasked()
         return result
 
     def _answers(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Outgoing], list[torch.Tensor]]:
