@@ -59,6 +59,12 @@ def know(optimizer: torch.optim.Optimizer) -> None:
         _num_steps.setdefault(optimizer, 0)
 
 
+def num_steps(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps an optimizer has begun since `watch_steps`."""
+    with _lock:
+        return _num_steps.get(optimizer, 0)
+
+
 def optimizers_of(parameters: Iterable[nn.Parameter]) -> dict[torch.optim.Optimizer, int]:
     """The optimizers of any of these parameters that `know` was given or that have stepped, in this order, and how often."""
     mine = {id(parameter) for parameter in parameters}

@@ -286,4 +286,7 @@ def test_a_slowdown_after_the_last_iteration_is_told() -> None:
     code, _, err = run(*TILING, "--slow", "p0:3@iteration:11", "--iterations", "10")
     assert code == 0
     assert "p0: --slow begins after the last of 10 iterations" in err
+    code, _, err = run(*TILING, "--slow", "p0:3@2h", "--iterations", "10")
+    assert code == 0
+    assert "p0: --slow begins after 2 h, and the run ends after" in err.replace("\n", " ")
     assert "--slow begins" not in run(*TILING, "--slow", "p0:3@iteration:10", "--iterations", "10")[2]

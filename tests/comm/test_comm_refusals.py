@@ -256,8 +256,7 @@ def test_all_or_none(comm: AbstractCommunicator) -> None:
     with pytest.raises(CheckpointError) as several:
         all_or_none(comm, lambda: sometimes({0, last}, InputError("too long")), what="it was not kept", error=CheckpointError)
     lines = [f"on rank {rank} of {comm.size}: too long" for rank in sorted({0, last})]
-    told = "on every rank: too long" if comm.size == 2 else "\n  ".join(lines)
-    assert str(several.value) == f"it was not kept {told}"
+    assert str(several.value) == "it was not kept " + ("on every rank: too long" if comm.size == 2 else "\n  ".join(lines))
     assert several.value.__cause__ is None
 
 

@@ -160,7 +160,7 @@ def staged_network() -> nn.Module:
 
 
 def train_in_stages(
-    stages: int | None, until: int | None = None, *, count: int = STEPS, slow: bool = False
+    stages: int | None, until: int | None = None, *, count: int = STEPS, slow: bool = False, shards: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run by every rank of an elastic run, and by a single process that has none.
 
@@ -169,6 +169,7 @@ def train_in_stages(
         until: ends with the second step of so many ranks; None: after `count` steps.
         slow: machines are a million times slower than planned, and p1 is slower still after some steps; ends with the second
             step of other stages.
+        shards: the optimizer is sharded; there are never other stages then.
     """
     comm: Any = tatami.init()
     torch.manual_seed(11)
@@ -176,11 +177,12 @@ def train_in_stages(
     clock = Ticking(seed=0)
     clock.tick_s = 0.0
     options |= {"sample": batch(0)[0][:2], "speeds": "equal", "clock": clock if slow else SystemClock()}
+    options["sharded_optimizer"] = shards
     model = tatami.tile(staged_network(), comm, batch_size=SAMPLES, reduction="mean", quiet=True, **options)
     optimizer = optimizer_of(model, "adam")
     losses: dict[int, float] = {}
     first, left = model.whole_layout, 2
-    loop = steps(model, optimizer, count=1000 if slow or until else count)
+    loop = steps(model, optimizer, count=1000 if (slow and not shards) or until else count)
     for step in loop:
         with step:
             parts = []

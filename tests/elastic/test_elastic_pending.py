@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -196,12 +197,12 @@ def test_an_order_to_begin_again_is_parked_for_and_then_taken() -> None:
         box.restart()
 
 
-def loops(*rates: float) -> list[Steps]:
+def loops(*rates: float, count: Any = 2, carry: Any = None) -> list[Steps]:
     def body(comm: AbstractCommunicator) -> list[Steps]:
         found = []
         for rate in rates:
             model = tatami.tile(nn.Linear(2, 2), comm, batch_size=4, speeds="equal", reduction="mean", quiet=True)
-            found.append(steps(model, torch.optim.SGD(model.parameters(), lr=rate), count=1))
+            found.append(steps(model, torch.optim.SGD(model.parameters(), lr=rate), count=count, carry=carry))
         return found
 
     return run_threads(body, size=1)[0]
@@ -223,16 +224,7 @@ def test_leaving_where_ranks_do_not_leave_warns() -> None:
         loop.leave()
 
 
-def a_loop(count: object = 2, **options: object) -> tuple[Steps, torch.optim.Optimizer]:
-    def body(comm: AbstractCommunicator) -> tuple[Steps, torch.optim.Optimizer]:
-        model = tatami.tile(nn.Linear(2, 2), comm, batch_size=4, speeds="equal", reduction="mean", quiet=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return steps(model, optimizer, count=count, **options), optimizer  # type: ignore[arg-type]
-
-    return run_threads(body, size=1)[0]
-
-
-def go_through(loop: Steps, optimizer: torch.optim.Optimizer, *, mistake: str) -> None:
+def go_through(loop: Steps, *, mistake: str) -> None:
     for step in loop:
         if mistake == "skips":
             continue
@@ -240,7 +232,7 @@ def go_through(loop: Steps, optimizer: torch.optim.Optimizer, *, mistake: str) -
             loss = loop.model(torch.ones(4, 2)).sum()
             loss.backward()
             if mistake == "steps":
-                optimizer.step()
+                loop.optimizer.step()
             step.update(loss.item() if mistake == "number" else loss)
             if mistake == "twice":
                 step.update(loss)
@@ -257,21 +249,20 @@ def go_through(loop: Steps, optimizer: torch.optim.Optimizer, *, mistake: str) -
 )
 def test_a_loop_that_would_train_otherwise_is_refused(mistake: str, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        go_through(*a_loop(), mistake=mistake)
+        go_through(*loops(0.1), mistake=mistake)
 
 
 def test_what_steps_cannot_be_made_of_is_refused() -> None:
-    for options, told in (
-        ({"count": 2.5}, "count must be a whole number of at least 0, not 2.5"),
-        ({"carry": {"schedule": 3}}, r"carry\['schedule'\] has no state_dict\(\)"),
-    ):
-        with pytest.raises(InputError, match=told):
-            a_loop(**options)
-    (loop, _), network = a_loop(), nn.Linear(2, 2)
-    with pytest.raises(InputError, match=r"the optimizer of tatami.steps has no parameter of the model"):
-        steps(loop.model, torch.optim.SGD(network.parameters(), lr=0.1), count=1)
-    with pytest.raises(InputError, match=r"takes the model that tatami.tile returns, not a Linear"):
-        steps(network, torch.optim.SGD(network.parameters(), lr=0.1), count=1)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"count must be a whole number of at least 0, not 2\.5"):
+        loops(0.1, count=2.5)
+    with pytest.raises(InputError, match=r"carry\['schedule'\] has no state_dict\(\)"):
+        loops(0.1, carry={"schedule": 3})
+    (loop,), network = loops(0.1), nn.Linear(2, 2)
+    other = torch.optim.SGD(network.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"the optimizer of tatami\.steps has no parameter of the model"):
+        steps(loop.model, other, count=1)
+    with pytest.raises(InputError, match=r"takes the model that tatami\.tile returns, not a Linear"):
+        steps(network, other, count=1)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -288,9 +288,8 @@ def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Poo
     script = functools.partial(scripts.fit, replicas, "tensors", str(tmp_path / "checkpoints"), log=str(log))
     result = run_elastic(script, settings=THREE, context=ElasticContext(hook=faults, pool=pool))
     assert set(result.values) == {"p2"}
-    undisturbed = undisturbed_fit("tensors", scripts.STEPS)
-    check_fit(result.values["p2"], undisturbed)
-    torch.testing.assert_close(losses_in(log), undisturbed[0], rtol=1e-10, atol=1e-10)
+    check_fit(result.values["p2"], undisturbed_fit("tensors", scripts.STEPS))
+    torch.testing.assert_close(losses_in(log), undisturbed_fit("tensors", scripts.STEPS)[0], rtol=1e-10, atol=1e-10)
     change = result.report.changes[-1]
     assert (change.settled, change.members) == ("returned", ("p2",))
     assert change.steps_lost == 5 - change.step > 0
@@ -463,6 +462,13 @@ def test_stages_follow_the_ranks(pool: Pool) -> None:
     assert (change.members, len(change.stages), change.settled) == (("p0", "p1"), 2, "none")
     assert change.reason == "other stages"
     check(result, scripts.train_in_stages(1, count=len(result.values["p0"][0])))
+
+
+def test_stages_with_a_sharded_optimizer_stay(pool: Pool) -> None:
+    script = functools.partial(scripts.train_in_stages, 2, count=100, slow=True, shards=True)
+    result = run_elastic(script, settings=patient(ranks=2, retile=True), context=ElasticContext(pool=pool))
+    assert result.report.changes == ()
+    check(result, scripts.train_in_stages(1, count=100))
 
 
 def test_tiles_follow_the_ranks_and_one_that_is_too_slow_leaves(pool: Pool) -> None:

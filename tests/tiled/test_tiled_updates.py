@@ -221,7 +221,8 @@ def test_compiling_is_refused_where_ranks_meet_in_the_forward_pass(comm: Abstrac
         assert_close(gradients(model.module), gradients(plain), what="gradients")
         return
     for call in (compiled, torch.compile(lambda x: 2 * model(x), backend="eager")):
-        with pytest.raises(ModelError, match=r"torch\.compile follows a tiled model, or DataParallel, into the sums"):
+        follows = r"torch\.compile follows a tiled model, or DataParallel, into the sums over its ranks"
+        with pytest.raises(ModelError, match=follows):
             call(here_x)
 
 

@@ -108,9 +108,9 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         every = given.get("every", job.every)
         retiler = Retiler() if every is None else Retiler(every=every)
         slowed = tuple(_change(text) for text in job.slow or ())
-        unmet = [each.processor for each in slowed if (each.at_iteration or 0) > iterations]
-        if unmet:
-            warnings.warn(f"{', '.join(unmet)}: --slow begins after the last of {iterations} iterations", stacklevel=2)
+        late = [each.processor for each in slowed if (each.at_iteration or 0) > iterations]
+        if late:
+            warnings.warn(f"{', '.join(late)}: --slow begins after the last of {iterations} iterations", stacklevel=2)
         for each in slowed:
             if each.processor not in machines.by_name:
                 raise InputError(f"--slow: there is no processor {each.processor!r}{nearest(each.processor, machines.by_name)}")
@@ -157,10 +157,10 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         found = started.map(_rehearse, jobs, done=done)
     progress.finish()
     longest_s = max(run.total_s for run in found)
-    late = [each for each in map(_change, job.slow or ()) if each.at_s is not None and each.at_s >= longest_s]
-    for each in late:
-        ends = f"--slow begins after {format_duration(each.at_s or 0.0)}, and the run ends after {format_duration(longest_s)}"
-        warnings.warn(f"{each.processor}: {ends}", stacklevel=2)
+    for each in map(_change, job.slow or ()):
+        if (begins_s := each.at_s or 0.0) >= longest_s:
+            times = f"begins after {format_duration(begins_s)}, and the run ends after {format_duration(longest_s)}"
+            warnings.warn(f"{each.processor}: --slow {times}", stacklevel=2)
     if not job.as_json:
         show(_table(labels, found, title=f"{job.called}, {machines.size} processors"))
         for label, own in zip(labels, jobs, strict=True):

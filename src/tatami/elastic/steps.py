@@ -37,6 +37,7 @@ from tatami.model.model import TiledModel
 from tatami.random_state import random_state, set_random_state
 from tatami.runtime.optimizers import check_optimizer
 from tatami.runtime.phases import IterationPhase
+from tatami.same_steps import num_steps
 from tatami.stages.stand_in import StandIn
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.regroup import common_state, load_common_state, relay, tell_newcomers
@@ -99,6 +100,13 @@ class Steps:
     ) -> None:
         check_optimizer(optimizer)
         refuse_rows(model, {f"carry={{{name!r}: ...}}": thing for name, thing in carry.items()})
+        # A shard of the optimizer's state cannot move to another stage.
+        self._keeps_stages = model.stage is not None and model.shards_optimizer
+        if self._keeps_stages and session is not None and session.assignment.retile and model.comm.rank == 0:
+            warn(
+                "pipeline stages with a sharded optimizer are not re-tiled yet, so --retile (ElasticSettings.retile) does "
+                "nothing: give tatami.tile stages=1 or no sharded_optimizer"
+            )
         self.model = model
         self.optimizer = optimizer
         self.session = session
@@ -110,8 +118,6 @@ class Steps:
         self._times: OwnTimes | None = None
         self._speeds: SpeedWatch | None = None
         self._before: dict[str, Any] = {}
-        self.num_updates = 0
-        optimizer.register_step_post_hook(self._count_update)
 
     def __iter__(self) -> Iterator[RepairedStep]:
         self.enter()
@@ -169,9 +175,6 @@ class Steps:
         else:
             warn("loop.leave() does nothing here: ranks leave in elastic runs alone (tatami run --elastic)")
 
-    def _count_update(self, *_: Any) -> None:
-        self.num_updates += 1
-
     # -- for the session ------------------------------------------------------------------------------------------------
 
     @property
@@ -214,7 +217,7 @@ class Steps:
             # The tiles lie otherwise: as the watch has decided, or because the members have changed.
             if self._speeds is not None and self._speeds.suits(self.model):
                 self._speeds.moved(session.stopped_for_s)
-            elif session.assignment.retile:
+            elif session.assignment.retile and not self._keeps_stages:
                 self._times = self._times or OwnTimes(self.model)
                 self._speeds = SpeedWatch(self.model, times=self._times)
 
@@ -341,7 +344,7 @@ class RepairedStep:
     def __enter__(self) -> Self:
         steps, session = self._steps, self._steps.session
         self.is_entered = True
-        self._num_updates = steps.num_updates
+        self._num_updates = num_steps(steps.optimizer)
         if session is not None:
             session.before_step()
         steps.optimizer.zero_grad(set_to_none=True)
@@ -374,7 +377,7 @@ class RepairedStep:
         """
         if self._is_updating:
             raise InputError(f"step.update was called twice in step {self.number}: call it once, last in the `with` block")
-        if self._steps.num_updates != self._num_updates:
+        if num_steps(self._steps.optimizer) != self._num_updates:
             raise InputError(
                 f"optimizer.step() was called in step {self.number}, and step.update(loss) makes the optimizer's step itself: "
                 "leave optimizer.step() out"

@@ -340,7 +340,7 @@ def _samples_of(node: Any) -> set[int]:
 
     def is_found(other: Any) -> bool:
         axis, shape = samples_axis(other) if is_output(other) else None, _shape(other)
-        if _operation(other) in _JOINING | set(_RESHAPING) and _is_over(other, {0}):
+        if _operation(other) in _JOINING | _RESHAPING and _is_over(other, {0}):
             axis = 0
         if axis is not None and axis < len(shape):
             found.add(shape[axis])

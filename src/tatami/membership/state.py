@@ -215,15 +215,8 @@ class Membership:
             self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left to begin with")
             return
         self._ticket += 1
-        self._do(
-            act.Restart(
-                ticket=self._ticket,
-                group=self.group,
-                members=self.members,
-                returns=self._returns,
-                resumes=self._returns and self._has_checkpoint,
-            )
-        )
+        goes_on = {"returns": self._returns, "resumes": self._returns and self._has_checkpoint}
+        self._do(act.Restart(ticket=self._ticket, group=self.group, members=self.members, **goes_on))
 
     def _return(self, reason: str) -> None:
         """What is held is lost, or half done: all that are left, and those that wait, begin again at the last checkpoint."""
@@ -317,15 +310,12 @@ class Membership:
             self.stage = RunStage.DONE
             self._do(act.Dismiss(ticket=self._ticket, members=going, finish=finish, sections=passed, outcome=outcome))
             return
-        if self._shards and (self._is_broken or finish or self._leaving & set(self.members) or self._is_half_done):
+        is_half_done = any(each.is_half_done for each in self._halted.values())
+        if self._shards and (self._is_broken or is_half_done or finish or self._leaving & set(self.members)):
             self._return(f"{self._why}, and each shard of the optimizer's state has one holder")
             return
         self.sections = passed
         self._lay(finish, outcome)
-
-    @property
-    def _is_half_done(self) -> bool:
-        return any(told.is_half_done for told in self._halted.values())
 
     def _lay(self, finish: tuple[str, ...], outcome: object) -> None:
         assert self.held is not None
