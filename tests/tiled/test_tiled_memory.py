@@ -118,7 +118,7 @@ def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor, g
     if exchange is not None:
         state.add(room.buffer for room in exchange._rooms.values())
         state.add(stage.values for stage in exchange._stages)
-        state.add(sum_._scratch for sum_ in exchange._vectors._sums.values())
+        state.add(piece for sum_ in exchange._vectors._sums.values() for piece in sum_._scratch)
         state.add([] if exchange._vector is None else [exchange._vector._values])
     return max(most, sum(there.values())) + sum(state.sizes.values())
 

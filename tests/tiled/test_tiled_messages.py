@@ -179,10 +179,13 @@ def test_a_closed_model_sends_nothing_and_leaves_the_users_communicator_alone(co
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("size", [0, 1, 3, 1000, 100_003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("byte_s", [0.0, 1e-7, 1e-3])
 def test_sums_are_those_of_all_ranks_and_the_same_bits_on_each(
-    comm: AbstractCommunicator, size: int, dtype: torch.dtype
+    comm: AbstractCommunicator, size: int, dtype: torch.dtype, byte_s: float
 ) -> None:
-    replica = VectorSum(comm)
+    """Also over slow links, over which they travel in pieces."""
+    comm = Placed(comm, hosts=hosts_of(comm.size, "apart")) if byte_s else comm
+    replica = VectorSum(comm, byte_s=byte_s)
     for turn in range(3):  # rooms are used again
         vectors = [
             torch.rand(size, generator=torch.Generator().manual_seed(10 * turn + rank), dtype=dtype)

@@ -544,6 +544,9 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "sums of classes": (lambda out, y: torch.zeros_like(out[:3]).index_add(0, y, out).square().sum(), True),
     "products by classes": (lambda out, y: (F.one_hot(y, 3).to(out).T @ out).square().sum(), True),
     "sum over a number": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / (SAMPLES + 1), True),
+    "sum": (partial(F.cross_entropy, reduction="sum"), True),
+    "sum of squares": (lambda out, y: out.square().mean(1).sum() / 2 + out.exp().mean(), True),  # noqa: ARG005
+    "half a sum": (lambda out, y: (out - WEIGHTS).abs().sum() + F.cross_entropy(out, y), True),
     "one sample": (lambda out, y: out[0].square().mean() + out.square().mean(), True),  # noqa: ARG005
     "elements of each": (elements_of_each, True),
     "in parts": (in_parts, True),
@@ -553,11 +556,15 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "columns by a mask": (lambda out, y: out[:, WEIGHTS > 1].square().mean() + out.masked_select(WEIGHTS > 1).mean(), True),  # noqa: ARG005
     "mean": (F.cross_entropy, True),
     "sum over count": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / len(output), True),
+    "sum of columns' means": (lambda out, y: (out.mean(0).sum() + F.cross_entropy(out, y)) / 5, True),
+    "weighted sum": (lambda out, y: (out.square().mean(1) * out.new_full((len(y),), 1 / len(y))).sum(), True),
+    "part of a sum": (lambda out, y: out.square().sum() * (2 / len(y)) + out.sum() / 2 / len(y), True),
     "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
 }
 FINE = (
     "largest of classes", "columns by a mask", "mean", "sum over count", "half of two", "smoothed", "deviation of each",
-    "in parts", "of each", "columns", "elements of each", "halves of two views", "the other view",
+    "in parts", "of each", "columns", "elements of each", "halves of two views", "the other view", "sum of columns' means",
+    "weighted sum", "part of a sum",
 )  # fmt: skip
 
 
@@ -594,6 +601,24 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(comm: AbstractCommunic
         if not is_refused:
             torch.autograd.backward(loss(plain(x), classes))
             assert_close(whole_gradients(model), gradients(plain), what="gradients")
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda out, y: out.square().mean(1).mean() + out[:, 0].sum()])  # noqa: ARG005
+def test_a_mean_that_is_said_to_be_a_sum(comm: AbstractCommunicator, loss: Loss) -> None:
+    built, plain = network(), network()
+    for factor in (None, 1 / SAMPLES):
+        model = tiled(built, comm, data(comm.size))
+        model.reduction = "sum"
+        here, classes = model.local(batch()[0], CLASSES)
+        value: Any = loss(model(here), classes) if factor is None else loss(model(here), classes) * len(classes) * factor
+        if factor is None and comm.size > 1:
+            with pytest.raises(InputError, match=r"a mean over the \d+ samples of this rank, and reduction='sum' says"):
+                value.backward()
+        elif loss is F.cross_entropy:
+            value.backward()
+            torch.autograd.backward(loss(plain(batch()[0]), CLASSES))
+            assert_close(whole_gradients(model), gradients(plain), what="gradients")
+            plain.zero_grad()
 
 
 def test_losses_that_are_made_of_means_over_the_batch(comm: AbstractCommunicator) -> None:

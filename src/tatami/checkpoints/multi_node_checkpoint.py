@@ -242,6 +242,14 @@ class MultiNodeCheckpoint:
             raise CheckpointError("\n  ".join([f"no checkpoint in {self._directory} is whole:", *lacks]))
         return None
 
+    def refuse_stray(self, step: int) -> None:
+        """Refuse a directory in which another run has saved a later step than this, which is where this run begins.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        self._together("checkpoints cannot be saved", lambda: self._refuse_stray(step))
+
     def close(self) -> None:
         """Leave the other ranks; the checkpoints stay."""
         self._comm.close()
@@ -258,12 +266,7 @@ class MultiNodeCheckpoint:
 
         def encode_mine() -> bytes | None:
             check_at_least(0, step=step)
-            later = [seen.step for seen in scan(self._directory) if seen.step > step and seen.manifest is not None]
-            if stray := [each for each in later if each not in self._found]:
-                raise InputError(
-                    f"{self._directory} has a checkpoint of step {stray[0]} that this run knows nothing of; call resume() "
-                    "before the first save (of a Trainer: fit(..., resume=True)), or choose another directory"
-                )
+            self._refuse_stray(step)
             return encode(state) if any(each[0] == me for each in self._sets) else None
 
         data = self._together("cannot be saved", encode_mine, step=step)
@@ -272,6 +275,14 @@ class MultiNodeCheckpoint:
             raise InputError(f"save: the ranks are at different steps: {list(steps)}")
         check_replicas(units, sets=self._sets)
         return data
+
+    def _refuse_stray(self, step: int) -> None:
+        later = [seen.step for seen in scan(self._directory) if seen.step > step and seen.manifest is not None]
+        if stray := [each for each in later if each not in self._found]:
+            raise InputError(
+                f"{self._directory} has a checkpoint of step {stray[0]} that this run knows nothing of; call resume() "
+                "before the first save (of a Trainer: fit(..., resume=True)), or choose another directory"
+            )
 
     def _copy(self, writing: Writing, members: Sequence[ManifestEntry]) -> None:
         """The copies that this rank keeps for others, and those that others keep for it."""

@@ -29,7 +29,7 @@ from tatami.collective import RankGroup, Via, build
 from tatami.comm.allreduce import AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import HALF_DTYPES, Op, Reduction
-from tatami.comm.rounds import MessageSum
+from tatami.comm.rounds import MessageSum, wait_together
 from tatami.comm.shared_sum import loads_and_stores
 from tatami.comm.wait import Waiting, wait_for, wait_policy
 from tatami.comm.window import AbstractSharedWindow
@@ -264,8 +264,7 @@ class _Sums:
 
     def wait(self) -> None:
         """All sums have arrived; the next round begins with the first vector."""
-        for request in self._under_way.values():
-            request.wait()
+        wait_together(self._under_way.values())
         self._under_way.clear()
         self._ready.clear()
         self._next = 0

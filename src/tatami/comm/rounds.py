@@ -13,6 +13,9 @@ from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import HALF_DTYPES, Op, combine
 from tatami.errors import ScheduleError
 
+_TAGS = 1024
+"""From the tag of one piece of a vector to that of the next."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRound:
@@ -135,31 +138,40 @@ def add_in_order(out: torch.Tensor, contributions: Sequence[torch.Tensor], *, op
 
 
 class MessageSum:
-    """A schedule of messages alone, unrolled once for this rank and run in place on any vector of its size.
+    """Schedules of messages alone, unrolled once for this rank and run in place on any vector of their size.
+
+    One schedule for each piece of the vector, one after the other. All pieces are under way at once: while the sums of one go
+    back to all ranks, the parts of the next still come together, so that links have no gap between the rounds of a piece.
 
     Args:
-        comm: the ranks of the schedule.
-        schedule: what to carry out.
-        tag: of its messages.
+        comm: the ranks of the schedules.
+        schedules: what to carry out, for each piece.
+        tag: of the messages of the first piece.
 
     Raises:
-        ScheduleError: it has other steps than messages, or is for another number of ranks.
+        ScheduleError: one has other steps than messages, or is for another number of ranks.
     """
 
-    def __init__(self, comm: AbstractCommunicator, schedule: Schedule, *, tag: int = 0) -> None:
-        if schedule.ranks != comm.size:
-            raise ScheduleError(f"{schedule.algorithm} is for {schedule.ranks} ranks, the communicator has {comm.size}")
+    def __init__(self, comm: AbstractCommunicator, *schedules: Schedule, tag: int = 0) -> None:
         self._comm = comm
-        self._tag = tag
+        self._pieces: list[tuple[slice, tuple[MessageRound, ...], int]] = []
+        stop = 0
+        for number, schedule in enumerate(schedules):
+            start, stop = stop, stop + schedule.size
+            self._pieces.append((slice(start, stop), self._rounds_of(schedule), tag + number * _TAGS))
+        self._scratch: list[torch.Tensor] = []
+
+    def _rounds_of(self, schedule: Schedule) -> tuple[MessageRound, ...]:
+        if schedule.ranks != self._comm.size:
+            raise ScheduleError(f"{schedule.algorithm} is for {schedule.ranks} ranks, the communicator has {self._comm.size}")
         rounds = [
-            MessageRound.of(phase.steps_of(comm.rank, round=number), rank=comm.rank)
+            MessageRound.of(phase.steps_of(self._comm.rank, round=number), rank=self._comm.rank)
             for phase in schedule.phases
             for number in range(phase.num_rounds)
         ]
         if len(rounds) < len(schedule.phases) or schedule.one_sided or schedule.shared:
             raise ScheduleError(f"{schedule.algorithm} is not of messages alone, and cannot run on any vector")
-        self._rounds = rounds
-        self._scratch: torch.Tensor | None = None
+        return tuple(rounds)
 
     def run(self, vector: torch.Tensor) -> None:
         """Sum `vector` (size,) over the ranks. Collective.
@@ -169,15 +181,35 @@ class MessageSum:
         """
         self.begin(vector).wait()
 
-    def begin(self, vector: torch.Tensor) -> AbstractRequest:
+    def begin(self, vector: torch.Tensor) -> SumRequest:
         """As `run`, without waiting; one vector at a time. `test` and `wait` of what is returned begin the next rounds."""
-        if self._scratch is None or self._scratch.dtype != vector.dtype:
-            self._scratch = vector.new_empty(max((each.scratch_size for each in self._rounds), default=0))
-        return _SumRequest(each.bound(vector, self._scratch, self._comm, tag=self._tag) for each in self._rounds)
+        if not self._scratch or self._scratch[0].dtype != vector.dtype:
+            sizes = [max((each.scratch_size for each in rounds), default=0) for _, rounds, _ in self._pieces]
+            self._scratch = [vector.new_empty(size) for size in sizes]
+        return SumRequest(
+            [
+                _PieceRequest(each.bound(vector[where], scratch, self._comm, tag=tag) for each in rounds)
+                for (where, rounds, tag), scratch in zip(self._pieces, self._scratch, strict=True)
+            ]
+        )
 
 
-class _SumRequest(AbstractRequest):
-    """A sum under way: each round begins when the one before is over."""
+class SumRequest(AbstractRequest):
+    """A sum under way."""
+
+    def __init__(self, pieces: Sequence[_PieceRequest]) -> None:
+        self.pieces = pieces
+
+    def test(self) -> bool:
+        done = [each.test() for each in self.pieces]  # all of them go on
+        return all(done)
+
+    def wait(self) -> None:
+        wait_together([self])
+
+
+class _PieceRequest(AbstractRequest):
+    """The sum of one piece under way: each round begins when the one before is over."""
 
     def __init__(self, rounds: Iterable[BoundRound]) -> None:
         self._rounds = iter(rounds)
@@ -196,8 +228,33 @@ class _SumRequest(AbstractRequest):
 
     def wait(self) -> None:
         while not self.test():
+            self.wait_for_round()
+
+    def wait_for_round(self) -> bool:
+        """Wait for the messages of this round, and begin the next one; whether none is left."""
+        while self._requests:
             self._requests.pop().wait()
+        return self.test()
 
     def _next(self) -> None:
         self._round = next(self._rounds, None)
         self._requests = [] if self._round is None else self._round.begin()
+
+
+def wait_together(requests: Iterable[AbstractRequest]) -> None:
+    """Wait for all of them, for the rounds of sums in turn: the next round of each begins while others still have messages.
+
+    To wait for one after the other would leave links idle. Four MiB over three hosts on 33 Mbit/s take 1.84 s in one piece,
+    1.36 s in four, which is what the bytes alone take.
+
+    Raises:
+        CommTimeoutError, RankDiedError: a rank did not come.
+    """
+    sums: list[_PieceRequest] = []
+    for request in requests:
+        if isinstance(request, SumRequest):
+            sums += request.pieces
+        else:
+            request.wait()
+    while sums:
+        sums = [each for each in sums if not each.wait_for_round()]

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ _BENT = frozenset({
 })  # fmt: skip
 """Operations that are not linear in a single number; element-wise ones on samples do not matter."""
 _MATRIX_PRODUCTS = frozenset({"Mm", "Bmm", "Mv", "Cdist", "EuclideanDist"})
+_WEIGHING = _MATRIX_PRODUCTS | {"Addmm", "Baddbmm", "Addcmul", "Addcdiv", "Dot", "Lerp"}
 _REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
     "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "StdMean", "Var", "VarMean", "Logsumexp",
@@ -71,6 +72,20 @@ _REMEDY = (
 )
 
 
+class _Path(NamedTuple):
+    """What lies between the loss and a node.
+
+    Attributes:
+        divisor: of a single number, by what it is divided; None for several.
+        is_scaled: whether that number is also multiplied by something.
+        bent: an operation that is not linear.
+    """
+
+    divisor: float | None
+    is_scaled: bool
+    bent: str
+
+
 def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
     """
     Args:
@@ -80,16 +95,17 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
     Raises:
         InputError: a loss is no mean of what its samples give; names the operation. The same on all ranks.
     """
-    waiting, seen = [(root, True, "") for root in roots if root is not None], set[Any]()
+    waiting, seen = [(root, _Path(1.0, False, "")) for root in roots if root is not None], set[Any]()
     cut: dict[tuple[Any, int], set[range]] = {}
     bends: list[tuple[str, Any]] = []
     is_cut = False
     while waiting:
-        node, is_number, bent = waiting.pop()
-        name = _operation(node)
-        if (node, is_number, bool(bent)) in seen or _ends(node):
+        node, path = waiting.pop()
+        name, bent = _operation(node), path.bent
+        key = (node, path._replace(bent="bent" if bent else ""))
+        if key in seen or _ends(node):
             continue
-        seen.add((node, is_number, bool(bent)))
+        seen.add(key)
         below = [other for other, _ in node.next_functions if other is not None]
         multiplies = name in _PRODUCTS | _MATRIX_PRODUCTS and sum(_leads_to_output([other]) for other in below) > 1
         if name in _COUPLING and _is_over_samples(node) and not _rolls_parts(name, node):
@@ -109,27 +125,19 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         bent = bent or (name if multiplies or name in _BENT | _COUPLING else "")
         if bent and len(below) > 1:
             bends.append((bent, node))
-        is_number = is_number and math.prod(_shape(node)) == 1
-        waiting += [(other, is_number and name in _LINEAR | _PRODUCTS, bent) for other in below]
+        is_number = path.divisor is not None and math.prod(_shape(node)) == 1
+        waiting += [(other, _further(path, name, node, bent=bent, is_number=is_number)) for other in below]
         if not is_number:
             continue
+        _refuse_other_reduction(path, name, node, samples=samples)
         single = [other for other in below if math.prod(_shape(other)) == 1]
-        is_mean = name == "Mean" or getattr(node, "_saved_reduction", 0) == 1
-        chosen = _chosen(below) if samples and is_mean else None
+        chosen = _chosen(below) if samples and _is_mean(name, node) else None
         if chosen is not None and (chosen % samples or not chosen):
             raise InputError(
                 f"the loss is a mean over {chosen} elements that a mask chooses, which is no multiple of the {samples} samples "
                 f"of this rank. {_REMEDY}; or take the sum, with reduction='sum'"
             )
-        if name == "Div" and samples and single and _is_sum(single[0]):
-            other = getattr(node, "_saved_other", None)
-            divisor = float(other) if type(other) is torch.Tensor and other.numel() == 1 else 0.0
-            if divisor % samples > 1e-6 * divisor and _leads_to_output(below):
-                raise InputError(
-                    f"the loss divides a sum over samples by {divisor:g}, which is no multiple of the {samples} samples of "
-                    f"this rank, as a mean over those that count does. {_REMEDY}"
-                )
-        elif name in _CROSS_ENTROPIES and node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
+        if name in _CROSS_ENTROPIES and node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
             # Where it is on another pipeline stage, a stand-in has no value.
             total, targets = float(node._saved_total_weight), node._saved_target.numel()
             if abs(total - targets) > 1e-3 * targets and _leads_to_output(below):
@@ -153,6 +161,65 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         pairs = itertools.combinations(filter(None, found_parts), 2)
         if any(one.isdisjoint(other) and {of for of, _ in one} & {of for of, _ in other} for one, other in pairs):
             raise _couples(bent)
+
+
+def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -> _Path:
+    """The path to what a node is made of."""
+    if not is_number or path.divisor is None or name not in _LINEAR | _PRODUCTS:
+        return _Path(None, False, bent)
+    if name != "Div":
+        return _Path(path.divisor, path.is_scaled or name == "Mul", bent)
+    # Where it is on another pipeline stage, a stand-in has no value.
+    other = getattr(node, "_saved_other", None)
+    divisor = abs(float(other)) if type(other) is torch.Tensor and other.numel() == 1 else 0.0
+    return _Path(path.divisor * (divisor or 1.0), path.is_scaled or not divisor, bent)
+
+
+def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) -> None:
+    """Refuse a sum over samples where the loss is said to be their mean, and the other way round.
+
+    Weights that each sample is multiplied by, and a factor of the whole, can make one of the other: then nothing is known.
+    """
+    assert path.divisor is not None
+    is_plain = path.divisor == 1 and not path.is_scaled
+    if samples and _is_sum(node) and not _is_multiple(path.divisor, samples) and _leads_to_output([node]):
+        if path.divisor != 1 and not _adds_means(node):
+            raise InputError(
+                f"the loss divides a sum over samples by {path.divisor:g}, which is no multiple of the {samples} samples of "
+                f"this rank, as a mean over those that count does. {_REMEDY}"
+            )
+        if is_plain and _is_over_samples(node) and not _are_weighted(node):
+            raise InputError(
+                f"the loss is a sum over the {samples} samples of this rank, and reduction='mean' says that it is their mean. "
+                "Divide it by their number, or give reduction='sum'"
+            )
+    number = 0 if samples or not is_plain or not _is_mean(name, node) else max(_samples_of(node), default=0)
+    if number > 1 and _is_over_samples(node) and not _are_weighted(node):
+        raise InputError(
+            f"the loss is a mean over the {number} samples of this rank, and reduction='sum' says that it is their sum. "
+            "Take the sum, or give reduction='mean'"
+        )
+
+
+def _is_multiple(divisor: float, samples: int) -> bool:
+    times = round(divisor / samples)
+    return times > 0 and math.isclose(divisor, times * samples, rel_tol=1e-6)
+
+
+def _adds_means(node: Any) -> bool:
+    """Whether what an operation adds up was reduced over the samples before."""
+    below = [other for other, _ in node.next_functions]
+    return leads_to(below, lambda other: _reduces_samples(_operation(other), other), ends_at=_ends)
+
+
+def _are_weighted(node: Any) -> bool:
+    """Whether what an operation reduces was multiplied by numbers that are not the network's."""
+
+    def is_weighing(other: Any) -> bool:
+        operands = [[below] for below, _ in other.next_functions]
+        return _operation(other) in _PRODUCTS | _WEIGHING and not all(_leads_to_output(filter(None, each)) for each in operands)
+
+    return leads_to([node], is_weighing, ends_at=_ends)
 
 
 def _ends(node: Any) -> bool:
@@ -191,6 +258,10 @@ def _is_bent(name: str, node: Any) -> bool:
 
 def _is_sum(node: Any) -> bool:
     return _operation(node) in ("Sum", "Nansum") or getattr(node, "_saved_reduction", 0) == _SUM
+
+
+def _is_mean(name: str, node: Any) -> bool:
+    return name == "Mean" or getattr(node, "_saved_reduction", 0) == 1
 
 
 def _reduces_samples(name: str, node: Any) -> bool:

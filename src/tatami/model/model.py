@@ -71,7 +71,7 @@ from tatami.stages.stand_in import StandIn
 from tatami.tiling import Layout, Span, StagedLayout, Tile, Tiling, Traffic, spans
 from tatami.tiling.layout_traffic import layout_traffic
 from tatami.tiling.recomputing import refuse_recomputation
-from tatami.tiling.summing import transfer_rates
+from tatami.tiling.summing import slowest_byte_s, transfer_rates
 from tatami.tiling.traffic import sums_statistics
 from tatami.workload import Workload, as_probed
 
@@ -949,7 +949,8 @@ class TiledModel(nn.Module):
         self._rank.sums_statistics = sums_statistics(
             replicas=self._rank.replicas, tiles=len(self.tiling.tiles), ranks=self.stage_comm.size
         )
-        self._replica.meet(placement.replica)
+        names = [] if tile is None else [each.processor for each in self.tiling.replicas[tile.replica]]
+        self._replica.meet(placement.replica, byte_s=slowest_byte_s(self.cluster, names))
         self._placement = placement
         self._shares_units = any(len(replica) > 1 for replica in self.tiling.replicas)
         self.forget_gradients()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, Never
 
@@ -169,7 +169,7 @@ class DataParallel(nn.Module):
         refuse_transforms()
         self._watch.begin_pass()
         samples = num_samples(args, kwargs) if is_mean and size > 1 else 0
-        self._outside.samples = samples if samples > 1 else None
+        self._outside.samples = self._judged(samples, args, kwargs)
         begun = self._begun = self._engine.begin(
             samples=samples,
             shares=_Shares(self._comm, samples) if is_mean and size > 1 else lambda: (1.0,) * size,
@@ -192,6 +192,14 @@ class DataParallel(nn.Module):
                 "return a tensor, or a tuple, list or dict of them"
             )
         return output
+
+    def _judged(self, samples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """`OutsideReads.samples`, with so many `samples` of a mean."""
+        if self._reduction == "mean" or self._comm.size == 1:
+            return samples if samples > 1 else None
+        with suppress(InputError):  # a sum need not know how many there are
+            return 0 if num_samples(args, kwargs) > 1 else None
+        return None
 
     def local(self, *batch: Any) -> Any:
         """This rank's samples of a global batch, as many as it is fast: one part for one, a tuple for several.

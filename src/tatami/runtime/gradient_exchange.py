@@ -74,6 +74,7 @@ class GradientExchange:
         names: the processor of every rank.
         wire: to what gradients are rounded on their way, this rank's own, too; None: they travel as they are.
         rates: at which processors send and receive, as `transfer_rates` has them, the same on all ranks; None: all alike.
+        byte_s: of the slowest link, as `slowest_byte_s` has it, the same on all ranks.
     """
 
     def __init__(
@@ -84,12 +85,13 @@ class GradientExchange:
         names: Sequence[str],
         wire: str | None = None,
         rates: Mapping[str, float] | None = None,
+        byte_s: float = 0.0,
     ) -> None:
         self._comm = comm
         self._tilings = tuple(tilings)
         self._names = tuple(names)
         self._wire, self.rates = wire, rates
-        self._vectors = VectorSum(comm, wire=wire)
+        self._vectors = VectorSum(comm, wire=wire, byte_s=byte_s)
         self._rooms: dict[tuple[object, ...], _Room] = {}
         self._stages: list[GradientStage] = []
         self._vector: GradientVector | None = None

@@ -11,7 +11,7 @@ from tatami.errors import PlanError
 from tatami.runtime.gradient_exchange import GradientExchange
 from tatami.runtime.rows import TiledBlock
 from tatami.tiling import Layout, Span, Tiling
-from tatami.tiling.summing import transfer_rates
+from tatami.tiling.summing import slowest_byte_s, transfer_rates
 from tatami.workload import Workload
 
 
@@ -70,7 +70,14 @@ def place(
         replica=replica if replica is not None and replica.size > 1 else None,
         exchange=None
         if everyone
-        else GradientExchange(comm, tilings=tilings, names=names, wire=workload.wire, rates=transfer_rates(cluster)),
+        else GradientExchange(
+            comm,
+            tilings=tilings,
+            names=names,
+            wire=workload.wire,
+            rates=transfer_rates(cluster),
+            byte_s=slowest_byte_s(cluster, names),
+        ),
     )
 
 

@@ -40,15 +40,20 @@ class ReplicaComm:
         """A replica of one rank, which sums nothing."""
         return cls(Phases())
 
-    def meet(self, comm: AbstractCommunicator | None) -> None:
-        """From now on the replica is the ranks of `comm`; takes it over, and closes the one before."""
+    def meet(self, comm: AbstractCommunicator | None, *, byte_s: float = 0.0) -> None:
+        """From now on the replica is the ranks of `comm`; takes it over, and closes the one before.
+
+        Args:
+            comm: None where this rank is alone in it.
+            byte_s: seconds that a byte takes over its slowest link.
+        """
         if self.comm is not None:
             self.comm.close()
         self.comm, self.is_silent, self._silent = comm, False, None
         if comm is not None:
             self._silent = ReplicaComm(self.phases)
             self._silent.comm = comm
-        self._sum = None if comm is None else VectorSum(comm, wire=self._wire)
+        self._sum = None if comm is None else VectorSum(comm, wire=self._wire, byte_s=byte_s)
 
     @property
     def now(self) -> ReplicaComm:

@@ -7,7 +7,7 @@ which takes bytes into messages and out of them at a tenth of the pace of others
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,12 @@ def transfer_rates(cluster: Cluster) -> dict[str, float] | None:
     exceptions, and those inside of a host, are not looked at: parts that do not suit them cost time, and no exactness.
     """
     return cluster.transfer_bytes_per_s
+
+
+def slowest_byte_s(cluster: Cluster, names: Iterable[str]) -> float:
+    """Seconds that a byte takes over the slowest link of these processors' hosts; 0 where they are on one host."""
+    hosts = {cluster.by_name[name].host for name in names}
+    return max(1 / cluster.link_of(host).bandwidth_bytes_per_s for host in hosts) if len(hosts) > 1 else 0.0
 
 
 def summing_shares(

@@ -140,6 +140,14 @@ class TrainingCheckpoints:
         """Whether the last update is in a checkpoint."""
         return self._last == position.iteration
 
+    def refuse_stray(self, position: TrainingPosition) -> None:
+        """Refuse a folder with later checkpoints of another run.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        self._store.refuse_stray(position.iteration)
+
     def resume(
         self, setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches, *, needed: bool = False
     ) -> bool:

@@ -276,9 +276,11 @@ class Trainer:
         page = self._page.writing(model.comm, setup.records) if self._page is not None else nullcontext()
         with page, fail_together(model.comm):
             run.begin()
-            returns = repairs is not None and repairs.returns
-            if not (returns and self._resume(True, batches)) and resume and not (repairs is not None and repairs.joins):
+            joins, returns = (repairs is not None and repairs.joins), (repairs is not None and repairs.returns)
+            if not (returns and self._resume(True, batches)) and resume and not joins:
                 self._resume(resume, batches)
+            if self._checkpoints is not None and not (joins or returns):
+                self._checkpoints.refuse_stray(self._position)
             run.run()
         return run.history
 
