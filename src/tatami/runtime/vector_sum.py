@@ -9,12 +9,9 @@ from tatami.comm.reduction import HALF_DTYPES
 from tatami.comm.rounds import MessageSum
 from tatami.comm.staging import from_host, is_on_host, to_host
 from tatami.comm.transport import Transport
-from tatami.tiling.traffic import sum_algorithm, sum_schedule
+from tatami.tiling.traffic import sum_algorithm, sum_schedules
 
 _TAG = 9
-_MOST_PIECES, _LEAST_S = 4, 0.5e-3
-"""A vector goes in so many pieces at most, and its messages take so long at least: four hosts on 250 Mbit/s sum 256 KiB in
-16.8 ms in one piece, in 12.7 in four; 64 KiB in 5.0 ms, and in 6.9."""
 _KEPT = 64
 """So many sizes are kept unrolled: a network has a few, batches of changing sizes have more."""
 
@@ -80,16 +77,7 @@ class VectorSum:
         if found is None:
             if len(self._sums) == _KEPT:
                 self._sums.clear()
-            size, bytes_ = vector.numel(), vector.element_size()
-            pieces = self._pieces(size * bytes_)
-            schedules = [
-                sum_schedule(self._comm.hosts, size=size * (piece + 1) // pieces - size * piece // pieces, element_bytes=bytes_)
-                for piece in range(pieces)
-            ]
+            hosts, bytes_ = self._comm.hosts, vector.element_size()
+            schedules = sum_schedules(hosts, size=vector.numel(), element_bytes=bytes_, byte_s=self._byte_s)
             found = self._sums[key] = MessageSum(self._comm, *schedules, tag=_TAG)
         found.run(vector)
-
-    def _pieces(self, size_bytes: int) -> int:
-        """In how many pieces a vector goes."""
-        message_s = size_bytes / self._comm.size * self._byte_s
-        return max(1, min(_MOST_PIECES, int(message_s / _LEAST_S)))
