@@ -269,17 +269,7 @@ def compared(
         PlanError: as `tatami.tiling.plan` and `plan_stages`; or stages of a network whose pieces are not known.
         MemoryLackError: neither a planner nor stages find room.
     """
-    if micro_batches is not None:
-        if micro_batches > workload.samples:
-            raise PlanError(f"{micro_batches} micro-batches are more than the {workload.samples} samples: take at most as many")
-        workload = replace(workload, micro_batches=micro_batches)
-    if recompute and workload.recomputation is None:
-        raise PlanError("activations cannot be recomputed: this network has no repeated layers. Leave recomputation out")
-    workload = workload if recompute is None else replace(workload, recompute=recompute)
-    if stages is not None and stages > 1 and not workload.pieces:
-        raise PlanError(
-            "the pieces of this network are not known, so it cannot be cut into stages: leave out the number of stages"
-        )
+    workload = _as_asked(workload, stages=stages, micro_batches=micro_batches, recompute=recompute)
     model = cost if isinstance(cost, AlphaBetaCost) else None
     must_be_staged = stages is not None and stages > 1
     staged = None
@@ -312,6 +302,22 @@ def compared(
         for each in caught:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return result
+
+
+def _as_asked(workload: Workload, *, stages: int | None, micro_batches: int | None, recompute: bool | None) -> Workload:
+    """The workload, with what is to be done in any case. Raises `PlanError` where this network cannot."""
+    if micro_batches is not None:
+        if micro_batches > workload.samples:
+            raise PlanError(f"{micro_batches} micro-batches are more than the {workload.samples} samples: take at most as many")
+        workload = replace(workload, micro_batches=micro_batches)
+    if recompute and workload.recomputation is None:
+        raise PlanError("activations cannot be recomputed: this network has no repeated layers. Leave recomputation out")
+    workload = workload if recompute is None else replace(workload, recompute=recompute)
+    if stages is not None and stages > 1 and not workload.pieces:
+        raise PlanError(
+            "the pieces of this network are not known, so it cannot be cut into stages: leave out the number of stages"
+        )
+    return workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,16 +384,25 @@ def questions(
     return tuple(found)
 
 
-def answers(asked: Sequence[Question], *, cost: AbstractCost | None = None) -> tuple[Answer, ...]:
-    """A plan for each question, with stages or without. Raises as `tatami.tiling.plan`, but for lack of memory."""
+def answers(
+    asked: Sequence[Question],
+    *,
+    cost: AbstractCost | None = None,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    recompute: bool | None = None,
+) -> tuple[Answer, ...]:
+    """A plan for each question. Arguments and errors are those of `compared`, but for lack of memory."""
     plans: list[Plan | StagedPlan | None] = []
     model = cost if isinstance(cost, AlphaBetaCost) else None
     for question in asked:
+        workload = _as_asked(question.workload, stages=stages, micro_batches=micro_batches, recompute=recompute)
         found: Plan | None = None
         with contextlib.suppress(MemoryLackError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # who takes part is part of the answer
-            found = tiling.plan(cluster=question.cluster, workload=question.workload, cost=cost)
-        plans.append(choose(found, plan_stages(question.cluster, question.workload, cost=model)))
+            found = tiling.plan(cluster=question.cluster, workload=workload, cost=cost) if stages in (None, 1) else None
+        staged = None if stages == 1 else plan_stages(question.cluster, workload, stages=stages, cost=model)
+        plans.append(choose(found, staged))
     rates = [None if plan is None else plan.workload.samples / plan.predicted_s for plan in plans]
     return tuple(
         Answer(question=question, plan=plan, speed_up=rate / rates[0] if rate and rates[0] else None)

@@ -225,7 +225,7 @@ def _answer(job: PlanJob, machines: Cluster, workload: Workload) -> None:
     if job.planner or job.everything:
         raise InputError("--vary, --add and --without compare recommended plans: leave out --planner and --all")
     asked = questions(machines, workload=workload, vary=job.vary or (), add=job.add or (), leave_out=job.leave_out or ())
-    found = answers(asked)
+    found = answers(asked, stages=job.stages, micro_batches=job.micro_batches, recompute=job.recompute)
     words = [question.words for question in asked]
     if job.plot is not None:
         figure, ax = blank()
