@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from drawing import one_at_a_time
+from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.parallel import DataParallel
@@ -520,6 +520,7 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "match of means": (lambda out, y: F.mse_loss(out.mean(0), WEIGHTS), True),  # noqa: ARG005
     "pairs": (lambda out, y: F.softplus(out[:, None] - out[None]).mean(), True),  # noqa: ARG005
     "covariance": (lambda out, y: (torch.einsum("ni,nj->ij", out, out) / len(out)).square().sum(), True),  # noqa: ARG005
+    "cosines": (lambda out, y: F.cosine_similarity(out[:, None], out[None], dim=-1).mean(), True),  # noqa: ARG005
     "neighbours": (lambda out, y: F.mse_loss(out, out.roll(1, 0)), True),  # noqa: ARG005
     "two halves": (two_halves, True),
     "root behind a function": (behind_a_function, True),
@@ -641,6 +642,47 @@ def test_losses_that_are_made_of_means_over_the_batch(comm: AbstractCommunicator
     assert float(value) == pytest.approx(float(expected), rel=1e-12)
     value.backward()
     assert_close(whole_gradients(model), gradients(plain), what="gradients")
+
+
+INSIDE = {
+    "embedding": (
+        lambda net, y: F.cross_entropy(F.embedding(y, net.rows.weight, scale_grad_by_freq=True), y),
+        "divides gradients by how often its samples look up a row",
+    ),
+    "ignore_index": (
+        lambda net, y: F.cross_entropy(net.rows(y), y, ignore_index=1),
+        "divides by .*, the weights of its targets",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "make", [DataParallel, partial(tile, batch_size=SAMPLES, reduction="mean", speeds="equal", quiet=True)]
+)
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_network_that_counts_its_samples_is_refused_in_its_first_pass(
+    comm: AbstractCommunicator, name: str, make: Any
+) -> None:
+    forward, message = INSIDE[name]
+    model = make(Written(forward, rows=nn.Embedding(3, 3).double()), comm)
+    is_refused = len(getattr(model, "layout", data(comm.size)).replicas) > 1
+    with pytest.raises(InputError, match=message) if is_refused else nullcontext():
+        model(model.local(CLASSES)).backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only  # rank 0 warns
+@pytest.mark.parametrize("make", [DataParallel, tiled])
+def test_a_weight_that_is_trained_outside_of_the_network(world: World, make: Any) -> None:
+    networks, outside = [network() for _ in range(world.size)], [nn.Linear(6, 6).double() for _ in range(world.size)]
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = make(networks[comm.rank], comm, *([data(comm.size)] if make is tiled else []))
+        x, classes = model.local(batch()[0], CLASSES)
+        F.cross_entropy(model(outside[comm.rank](x)), classes).backward()
+
+    with pytest.warns(UserWarning, match=r"a weight of shape \(6.* is in none of the networks which are tiled.* drift apart"):
+        world(body)
 
 
 # -- what moves ----------------------------------------------------------------------------------------------------------------

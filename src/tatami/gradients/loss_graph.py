@@ -103,9 +103,13 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         node, path = waiting.pop()
         name, bent = _operation(node), path.bent
         key = (node, path._replace(bent="bent" if bent else ""))
-        if key in seen or _ends(node):
+        if key in seen:
             continue
         seen.add(key)
+        if _ends(node):
+            if samples and is_output(node):
+                _refuse_counts_inside(node)
+            continue
         below = [other for other, _ in node.next_functions if other is not None]
         multiplies = name in _PRODUCTS | _MATRIX_PRODUCTS and sum(_leads_to_output([other]) for other in below) > 1
         if name in _COUPLING and _is_over_samples(node) and not _rolls_parts(name, node):
@@ -137,14 +141,9 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
                 f"the loss is a mean over {chosen} elements that a mask chooses, which is no multiple of the {samples} samples "
                 f"of this rank. {_REMEDY}; or take the sum, with reduction='sum'"
             )
-        if name in _CROSS_ENTROPIES and node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
-            # Where it is on another pipeline stage, a stand-in has no value.
-            total, targets = float(node._saved_total_weight), node._saved_target.numel()
-            if abs(total - targets) > 1e-3 * targets and _leads_to_output(below):
-                raise InputError(
-                    f"the loss is a cross-entropy that divides by {total:g}, the weights of its targets, of which there are "
-                    f"{targets}: class weights, or targets that are left out (ignore_index). {_REMEDY}; or use reduction='sum'"
-                )
+        if name in _CROSS_ENTROPIES:
+            if samples and _leads_to_output(below):
+                _refuse_counts(node)
         elif (_is_bent(name, node) and single) or (name in _COUPLING and not single) or (name in _PRODUCTS and len(single) > 1):
             found = [_leads_to_output([other]) for other in (single if single else below)]
             if sum(found) > (name in _PRODUCTS):
@@ -199,6 +198,31 @@ def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) 
             f"the loss is a mean over the {number} samples of this rank, and reduction='sum' says that it is their sum. "
             "Take the sum, or give reduction='mean'"
         )
+
+
+def _refuse_counts(node: Any) -> None:
+    """Refuse the mean of a cross-entropy over targets that do not all count the same."""
+    # Where it is on another pipeline stage, a stand-in has no value.
+    if node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
+        total, targets = float(node._saved_total_weight), node._saved_target.numel()
+        if abs(total - targets) > 1e-3 * targets:
+            raise InputError(
+                f"the loss is a cross-entropy that divides by {total:g}, the weights of its targets, of which there are "
+                f"{targets}: class weights, or targets that are left out (ignore_index). {_REMEDY}; or use reduction='sum'"
+            )
+
+
+def _refuse_counts_inside(output: Any) -> None:
+    """The same where the network computes its loss itself, as far as single numbers lead from its output."""
+    waiting, seen = [output], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or math.prod(_shape(node)) != 1:
+            continue
+        seen.add(node)
+        if _operation(node) in _CROSS_ENTROPIES:
+            _refuse_counts(node)
+        waiting += [other for other, _ in node.next_functions]
 
 
 def _is_multiple(divisor: float, samples: int) -> bool:
@@ -367,6 +391,9 @@ def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) 
         if merged > 1 and math.prod(own[:merged]) == shape[0]:
             return frozenset(range(merged))
         return axes  # the first axis, longer or shorter, has what the first one has
+    if name == "Expand":
+        new = len(shape) - among
+        return frozenset(axis - new for axis in axes if axis >= new and own[axis - new] == shape[axis])
     if name == "Unsqueeze":
         added = _axis(node._saved_dim, among + 1)
         return frozenset(axis - (axis > added) for axis in axes if axis != added)
@@ -433,9 +460,17 @@ def _pairs(operands: list[Any]) -> bool:
 
 
 def _is_broadcast_twice(operands: list[Any]) -> bool:
-    """Whether an element-wise operation takes each sample with each: of shapes (samples, 1) and (1, samples)."""
-    if len(operands) != 2 or len({*map(_shape, operands)}) == 1:
+    """Whether an element-wise operation takes each sample with each: of shapes (samples, 1) and (1, samples), or of both
+    expanded to (samples, samples)."""
+    if len(operands) != 2:
         return False
+    if len({*map(_shape, operands)}) == 1:
+        shape = _shape(operands[0])
+        equal = [pair for pair in itertools.permutations(range(len(shape)), 2) if shape[pair[0]] == shape[pair[1]] > 1]
+        return any(
+            _is_over(operands[0], {one}) and _is_over(operands[1], {other}) and not _is_over(operands[0], {other})
+            for one, other in equal
+        )
     most = max(len(_shape(each)) for each in operands)
     one, other = sorted(((1,) * (most - len(_shape(each))) + _shape(each) for each in operands), key=lambda shape: -shape[0])
     if not one[0] > other[0] == 1 or not any(a == 1 and b == one[0] for a, b in zip(one, other, strict=True)):

@@ -18,7 +18,7 @@ import functools
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -53,7 +53,7 @@ class OutsideReads:
     """Reads of one model's weights outside of its forward pass.
 
     Args:
-        names: of its parameters.
+        module: the network.
         cut: the names of parameters of which a rank may have some units only.
         replicas: the ranks of each replica now.
         warns: whether this rank warns, for all ranks.
@@ -62,7 +62,7 @@ class OutsideReads:
 
     def __init__(
         self,
-        names: Mapping[nn.Parameter, str],
+        module: nn.Module,
         *,
         cut: Iterable[str],
         replicas: Callable[[], list[list[int]]],
@@ -70,7 +70,9 @@ class OutsideReads:
         comm: AbstractCommunicator,
     ) -> None:
         self.comm = comm
-        self._names, self._cut, self._replicas = names, frozenset(cut), replicas
+        self._module = weakref.ref(module)
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._cut, self._replicas = frozenset(cut), replicas
         self.warns = warns
         self.defer: Callable[[Callable[[], None], list[Any]], bool] = lambda *_: False
         """Whether a backward pass from some nodes is run later, by what this is."""
@@ -81,6 +83,7 @@ class OutsideReads:
         or of a single sample, of which all numbers are single."""
         self._spans: list[tuple[int, int]] = []
         self._num_looks = 0
+        self._warns_of_others = True
         self._read: str | None = None
         _watch()
 
@@ -123,13 +126,17 @@ class OutsideReads:
         """
         is_due = self._num_looks < _LOOKS or self._num_looks % _EVERY == 0
         self._num_looks += 1
-        if is_due and self.samples is not None and are_made_by(self, roots):  # another model may be alive as well
+        is_judged = is_due and self.samples is not None and are_made_by(self, roots)  # another model may be alive as well
+        if is_judged:
+            assert self.samples is not None
             refuse_coupling_loss(roots, samples=self.samples)
-        if not self.adds_terms and not (is_due and self._shares_units):
+        if not self.adds_terms and not is_judged and not (is_due and self._shares_units):
             return
         for parameter, is_exact in _reads(roots, self._is_inside):
             name = self._names.get(parameter)
             if name is None:
+                if is_judged:
+                    self._warn_of(parameter)
                 continue
             if self.adds_terms:
                 raise InputError(
@@ -139,6 +146,19 @@ class OutsideReads:
                 )
             if name in self._cut and self._shares_units:
                 self._take(name, is_exact=is_exact)
+
+    def _warn_of(self, parameter: torch.Tensor) -> None:
+        """Warn of a weight that is trained with the network, and is no part of one whose gradients are summed."""
+        if not self._warns_of_others or self.comm.rank or not isinstance(parameter, nn.Parameter):
+            return
+        modules = [module for model in _models() if (module := model._module()) is not None]
+        if not any(parameter is other for module in modules for other in module.parameters()):
+            self._warns_of_others = False
+            warn(
+                f"the loss trains a weight of shape {tuple(parameter.shape)} that is in none of the networks which are tiled: "
+                "each rank has the gradient of its own samples, so that ranks drift apart. Put it into the network, or sum its "
+                "gradient over the ranks"
+            )
 
     def _take(self, name: str, *, is_exact: bool) -> None:
         if not is_exact:
@@ -169,6 +189,9 @@ def _reads(roots: Iterable[Any], is_inside: Callable[[int], bool]) -> Iterable[t
 
     A path from the loss down may go through linear operations, then one sum, then operations element by element; a sum below
     one that is not linear would be of parts.
+
+    Raises:
+        InputError: an embedding in a forward pass counts its samples.
     """
     waiting: list[tuple[Any, tuple[bool, bool] | None]] = [(root, (False, False)) for root in roots]
     seen = set[Any]()
@@ -179,6 +202,11 @@ def _reads(roots: Iterable[Any], is_inside: Callable[[int], bool]) -> Iterable[t
         seen.add((node, state))
         following = [other for other, _ in node.next_functions if other is not None]
         inside = is_inside(node._sequence_nr())
+        if inside and getattr(node, "_saved_scale_grad_by_freq", False):
+            raise InputError(
+                "an embedding divides gradients by how often its samples look up a row, and a rank sees only its own samples. "
+                "Leave scale_grad_by_freq out"
+            )
         below = None if inside else _below(node.name(), state, len(following))
         for other in following:
             parameter = getattr(other, "variable", None)

@@ -287,7 +287,7 @@ class TiledModel(nn.Module):
         rows = [_rows(module, block.cuts) for block in self.found.blocks]
         self._rows = rows or [[]]
         self.outside = OutsideReads(
-            {parameter: name for name, parameter in module.named_parameters()},
+            module,
             cut={name for block in self.found.blocks for name in block.cuts},
             replicas=self._replicas,
             warns=comm.rank == 0 and not self._is_alone,

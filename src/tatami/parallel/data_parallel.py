@@ -138,7 +138,7 @@ class DataParallel(nn.Module):
         )
         self._sums.begin(trained)
         self._outside = OutsideReads(
-            {parameter: name for name, parameter in module.named_parameters()},
+            module,
             cut=(),
             replicas=list,  # none shares units
             warns=False,
