@@ -63,7 +63,8 @@ class LoadedBatches(AbstractBatches):
         phases, used, is_enough = model.phases, 0, False
         with phases.during(IterationPhase.OUTSIDE):
             current = self._go_on(skip)
-        self._check_begun(current, model.comm, number=number, skip=skip)
+        if not (skip and model.comm.changes):  # a rank that joins in mid-epoch would be the only one that begins to draw
+            self._check_begun(current, model.comm, number=number, skip=skip)
         while current is not None:
             with phases.during(IterationPhase.OUTSIDE):
                 used += 1
