@@ -108,6 +108,12 @@ class LoadedBatches(AbstractBatches):
                 "the data are an iterator, which can be gone through once, and in an elastic run a batch may have to be drawn "
                 "again: give what begins again, as a DataLoader"
             )
+        sampler = getattr(self._loader, "sampler", None)
+        if hasattr(sampler, "state_dict") and not self._is_resumable:
+            raise InputError(
+                f"the DataLoader's {type(sampler).__name__} counts its epochs, and would give another order where batches are "
+                "drawn again in an elastic run: give tatami.parallel.ResumableLoader(loader)"
+            )
         super().begin_again()
 
     def _go_on(self, skip: int) -> Any:

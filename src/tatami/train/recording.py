@@ -54,8 +54,17 @@ class RunRecorder:
         self.is_wanted = False
 
     def begin(self, *, iteration: int) -> None:
-        """Agree on whether there is anything to record, and tell of the first tiling. Collective."""
-        self.is_wanted = self._whole(lambda: self._model.comm.bcast_object(self._records.wanted))
+        """Agree on whether there is anything to record, and tell of the first tiling. Collective.
+
+        Raises:
+            OutputExistsError: on all ranks: there are records of another run.
+        """
+
+        def is_wanted() -> bool:
+            self._records.refuse_existing()
+            return self._records.wanted
+
+        self.is_wanted = self._whole(lambda: decided_on_root(self._model.comm, is_wanted))
         self._names, self._writes = self._model.names, self._model.comm.rank == 0
         self._tell_processes(iteration)
         self._tell_tiling(iteration, why="at the start", speeds=self._speeds())
