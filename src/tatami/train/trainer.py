@@ -80,7 +80,7 @@ class Trainer:
         progress: a bar; only rank 0's is shown.
         rescue_dir: where the last good state is saved if the loss stops being finite; of batches of few samples, where copying
             the weights takes more than about 1 % of an update, one of the last ten. None: no copy of it is kept, which saves
-            the memory of the weights.
+            the memory of the weights. If the checkpoint at the end cannot be written, the weights are saved there, too.
         seed: of the shuffling.
         clock: for tests.
 
