@@ -39,11 +39,12 @@ class Records:
         tensorboard: a directory for TensorBoard's event files; None writes none.
         loggers: what else gets the numbers, named as in TensorBoard ("train/loss"): "wandb" and "mlflow" log to the run that is
             active, or begin one; a function is called with (numbers by name, iteration).
-        force: overwrite an existing `path`; a run that is resumed is recorded behind what is there.
+        force: overwrite an existing `path`. Without it, `fit(resume=True)` that finds a checkpoint goes on behind the records
+            that are there, and every other run refuses them.
         settings: of the run, for the first line of `path`.
 
     Raises:
-        OutputExistsError: `path` exists and `force` is not given.
+        OutputExistsError: `path` exists, has no records of a run, and `force` is not given.
         InputError: `path` or `tensorboard` is something else, or cannot be written; a logger is unknown or not installed.
         MissingExtraError: TensorBoard is wanted and not installed.
     """
@@ -59,7 +60,7 @@ class Records:
     ) -> None:
         path = None if path is None else Path(path)
         if path is not None:
-            check_output(path, force=force or _goes_on[0])
+            check_output(path, force=force or _goes_on[0] or _has_records(path))  # those may be of the run that is resumed
         if tensorboard is not None:
             check_folder(tensorboard)
         self._path, self._force = path, force
@@ -82,6 +83,20 @@ class Records:
     def wanted(self) -> bool:
         """Whether anything becomes of what is written."""
         return bool(self._path or self._make_board or self._loggers) or self.kept is not None
+
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether what is in the file may be lost."""
+        return self._force or _goes_on[0]
+
+    def refuse_existing(self) -> None:
+        """Before a run that goes on from no other one is recorded.
+
+        Raises:
+            OutputExistsError: there are records already, and `force` was not given.
+        """
+        if self._path is not None and self._file is None:
+            check_output(self._path, force=self.may_overwrite)
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         """Record that `event` happened after `iteration`; numbers among `values`, and in their mappings, become curves."""
@@ -110,7 +125,7 @@ class Records:
     def _open(self, mode: str) -> TextIO:
         assert self._path is not None
         if mode == "w":
-            check_output(self._path, force=self._force or _goes_on[0])
+            self.refuse_existing()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Line by line, so that what happened before a crash is there after it.
         file: TextIO = self._path.open(mode, encoding="utf-8", buffering=1)  # type: ignore[assignment]
@@ -163,6 +178,15 @@ def _numbers(event: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float
             yield f"{event}/{name}", value
         elif isinstance(value, Mapping) and len(value) <= _MOST_CURVES:
             yield from ((f"{event}/{name}/{key}", each) for key, each in value.items() if isinstance(each, (int, float)))
+
+
+def _has_records(path: Path) -> bool:
+    """Whether a file begins as one that `Records` has written."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return path.is_file() and "event" in json.loads(file.readline())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _is_before(line: str, iteration: int) -> bool:

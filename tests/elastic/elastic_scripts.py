@@ -429,14 +429,14 @@ def fit_leaving_out(replicas: int) -> tuple[list[float], torch.Tensor]:
     return history.losses, trainer.predict(batch(2)[0], batch_size=SAMPLES)
 
 
-def fit_until_joined(log: str | None = None) -> tuple[Any, ...]:
+def fit_until_joined(log: str | None = None, data: str = "tensors") -> tuple[Any, ...]:
     """Two ranks, and three updates more when there is a third."""
     comm = tatami.init()
     torch.manual_seed(11)
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
     until = _UntilJoined()
     trainer = trainer_of(model, until, log=log)
-    history = trainer.fit(data_of("tensors"), iterations=100_000, validation=batch(1), batch_size=SAMPLES)
+    history = trainer.fit(data_of(data), iterations=100_000, validation=batch(1), batch_size=size_of(data))
     trained = trainer.iteration, history.losses, history.validation
     return *trained, trainer.predict(batch(2)[0], batch_size=SAMPLES), trainer.optimizer.param_groups[0]["lr"], until.seen
 

@@ -23,6 +23,7 @@ from tatami.elastic.steps import Steps, steps
 from tatami.engine.ray_start import uninterrupted
 from tatami.errors import InputError, TrainingError
 from tatami.membership import Dismiss, Halted, Regroup, Restart, Take
+from tatami.state.regroup import common_state, load_common_state
 from tatami.tiling import Layout, Replica, Span
 
 CHANGE = Regroup(
@@ -216,6 +217,17 @@ def test_settings_that_differ_are_named() -> None:
     for loop, rate in ((alike, 0.1), (other, 0.2)):
         with pytest.raises(InputError, match=rf"different settings; those of p0 are lr={rate}, .*carry="):
             loop.check_settings(apart)
+
+
+def test_a_newcomer_trains_the_weights_that_the_others_train() -> None:
+    old, new = loops(0.1, 0.2)
+    next(old.model.parameters()).requires_grad_(False)
+    load_common_state(new.model, new.optimizer, common_state(old.model, old.optimizer))
+    assert [each.requires_grad for each in new.model.parameters()] == [False, True]
+    assert new.optimizer.param_groups[0]["lr"] == 0.1
+    old.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(InputError, match="a rank that joins has 1 parameter group, and those of the run have 2"):
+        load_common_state(new.model, new.optimizer, common_state(old.model, old.optimizer))
 
 
 def test_leaving_where_ranks_do_not_leave_warns() -> None:

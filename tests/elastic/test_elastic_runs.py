@@ -219,18 +219,27 @@ def undisturbed_fit(data: str, count: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "data", "moment"),
-    [(1, "loader", Moment.BACKWARD), (2, "tensors", Moment.BEFORE_UPDATE), (0, "tensors", Moment.HANDOVER)],
+    ("replicas", "data", "fault"),
+    [
+        (1, "loader", ("p1", Moment.BACKWARD, 3)),
+        (2, "tensors", ("p1", Moment.BEFORE_UPDATE, 3)),
+        (0, "tensors", ("p1", Moment.HANDOVER, 3)),
+        (2, "tensors", ("p0", Moment.BEFORE_POINT, 2)),  # in what is recorded after the update before
+    ],
 )
-def test_the_trainer_goes_on_where_a_rank_is_killed(pool: Pool, replicas: int, data: str, moment: Moment) -> None:
+def test_the_trainer_goes_on_where_a_rank_is_killed(
+    pool: Pool, tmp_path: Path, replicas: int, data: str, fault: tuple[str, Moment, int]
+) -> None:
     """Also from a mirror; past the point the update is finished where any that is left has passed it, too."""
-    context = ElasticContext(hook=Killer(("p1", moment, 3)), pool=pool)
-    result = run_elastic(functools.partial(scripts.fit, replicas, data), settings=THREE, context=context)
-    assert set(result.values) == {"p0", "p2"}
+    (name, moment, _), log = fault, tmp_path / "run.jsonl"
+    context = ElasticContext(hook=Killer(fault), pool=pool)
+    result = run_elastic(functools.partial(scripts.fit, replicas, data, log=str(log)), settings=THREE, context=context)
+    assert set(result.values) == {"p0", "p1", "p2"} - {name}
     (change,) = result.report.changes
     assert change.settled in ({"redone"} if moment is Moment.BACKWARD else {"redone", "finished"})
     for told in result.values.values():
         check_fit(told, undisturbed_fit(data, scripts.STEPS))
+    torch.testing.assert_close(losses_in(log), undisturbed_fit(data, scripts.STEPS)[0], rtol=1e-10, atol=1e-10)
 
 
 def check_fit(told: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
@@ -259,7 +268,8 @@ def losses_in(log: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", ["tensors", "loader"])
+def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool, tmp_path: Path, data: str) -> None:
     controls: list[ElasticControl] = []
 
     def listen(_name: str, text: str) -> None:
@@ -267,13 +277,13 @@ def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool, t
             controls[0].add()
 
     context = ElasticContext(on_start=controls.append, pool=pool, on_line=listen)
-    script = functools.partial(scripts.fit_until_joined, str(tmp_path / "run.jsonl"))
+    script = functools.partial(scripts.fit_until_joined, str(tmp_path / "run.jsonl"), data)
     result = run_elastic(script, settings=patient(ranks=2), context=context)
     assert [change.members for change in result.report.changes] == [("p0", "p1", "p2")]
     count = result.values["p0"][0]
     assert {name: told[0] for name, told in result.values.items()} == dict.fromkeys(("p0", "p1", "p2"), count)
     assert result.values["p2"][-1] in (3, 4)  # the wish to stop goes with the next update, or with the end of the epoch
-    losses, validation, *rest = undisturbed_fit("tensors", count)
+    losses, validation, *rest = undisturbed_fit(data, count)
     validated = result.values["p0"][2]  # at the end of an epoch, callbacks stop a run after its validation, iterations before
     torch.testing.assert_close(validated[: len(validation)], validation, rtol=1e-10, atol=1e-10)
     for told in result.values.values():

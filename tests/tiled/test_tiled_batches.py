@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tatami.parallel import MultiNodeLoader, ResumableLoader, SynchronizedSample
 from tatami.testing.worlds import World
 from tatami.tiling import Span
 from tatami.train import History, Trainer
+from tatami.train.loaded_batches import LoadedBatches
 from tiled_rig import assert_close, some_layouts, tiled
 
 SAMPLES, BATCH = 22, 8
@@ -280,3 +282,20 @@ def test_a_batch_is_cut_in_its_structure() -> None:
     assert (part["scale"].item(), part["kind"], part["n"]) == (2.0, "text", 4)
     with pytest.raises(InputError, match="a batch must have a tensor"):
         samples_of({"n": 4})
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_that_joins_an_elastic_run_in_mid_epoch_draws_without_the_others(comm: AbstractCommunicator) -> None:
+    model = tiled(network(), comm, layout=some_layouts(1)[0], batch_size=BATCH)
+    alone: Any = SimpleNamespace(comm=SimpleNamespace(changes=True), phases=model.phases, take=model.take)  # sends nothing
+    data, expected = Rows(), table()["x"]
+    batches = LoadedBatches(DataLoader(data, batch_size=BATCH))
+    batches.begin_again()
+    batches.seek({**batches.position(), "start": batches.position()["now"]})
+    drawn = list(batches.epoch(0, alone, skip=1))
+    assert [batch.is_last for batch in drawn] == [False, True]
+    assert torch.equal(torch.cat([batch.here["x"] for batch in drawn]), expected[BATCH:])
+    sampler = SynchronizedSampler(data, comm)
+    LoadedBatches(ResumableLoader(DataLoader(data, batch_size=BATCH, sampler=sampler))).begin_again()
+    with pytest.raises(InputError, match=r"the DataLoader's SynchronizedSampler counts its epochs.*ResumableLoader\(loader\)"):
+        LoadedBatches(DataLoader(data, batch_size=BATCH, sampler=sampler)).begin_again()

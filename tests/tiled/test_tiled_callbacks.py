@@ -129,6 +129,19 @@ def test_early_stopping_is_wired_in_and_resumed(comm: AbstractCommunicator, tmp_
         )
 
 
+@pytest.mark.ranks(1)
+def test_early_stopping_sends_nothing_in_a_trainer() -> None:
+    """Where a rank dies between a validation and the next update, nothing is left unrepaired."""
+    unusable: Any = None
+    stopping, trainer = EarlyStopping(unusable, patience=2), SimpleNamespace(should_stop=False)
+    told = []
+    for loss in (1.0, 0.5, 0.5, 0.75):
+        stopping.on_train_epoch_end(trainer, {"loss": loss})
+        told.append(trainer.should_stop)
+    assert told == [False, False, False, True]
+    assert stopping.state_dict() == {"best": 0.5, "num_bad": 2}
+
+
 def test_schedules_by_step_by_epoch_and_by_a_plateau(comm: AbstractCommunicator) -> None:
     def rates(**options: Any) -> list[float]:
         seen: list[float] = []

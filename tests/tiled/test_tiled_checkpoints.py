@@ -21,8 +21,9 @@ import tatami
 from drawing import Written, one_at_a_time
 from tatami import outputs
 from tatami.checkpoints import files as checkpoint_files
+from tatami.checkpoints.tensors import read_tensors
 from tatami.comm import AbstractCommunicator, run_threads
-from tatami.errors import CheckpointError, InputError
+from tatami.errors import CheckpointError, InputError, OutputExistsError
 from tatami.parallel import ResumableLoader, SynchronizedSampler
 from tatami.records import Records
 from tatami.state.training_state import share_out
@@ -236,9 +237,10 @@ def test_what_is_drawn_from_the_loaders_generator_is_what_would_have_been_drawn(
 
 
 def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) -> None:
-    def fit(saved: str, **options: Any) -> list[tuple[str, int]]:
-        path = tmp_path / "run.jsonl"
-        with Records(path, force=True, settings={"net": "small"}) as records:
+    path = tmp_path / "run.jsonl"
+
+    def fit(saved: str, *, force: bool = False, **options: Any) -> list[tuple[str, int]]:
+        with Records(path, force=force, settings={"net": "small"}) as records:
             trainer = trainer_of(tatami.init(), tmp_path / saved, simple_layout([0]), records=records)
             trainer.fit(inputs(), batch_size=BATCH, **options)
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -247,7 +249,12 @@ def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) 
     first = fit("saved", iterations=5)
     assert first == [("settings", 0), *(("train", number) for number in range(1, 6)), ("end", 5)]
     assert fit("saved", iterations=7, resume=True) == [*first[:-1], ("train", 6), ("train", 7), ("end", 7)]
-    assert fit("other", iterations=1) == [("settings", 0), ("train", 1), ("end", 1)]
+    text = path.read_text(encoding="utf-8")
+    for saved, options in (("other", {"resume": True}), ("another", {"resume": tmp_path / "saved"}), ("third", {})):
+        with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):  # of another run than this one
+            fit(saved, iterations=1, **options)
+        assert path.read_text(encoding="utf-8") == text
+    assert fit("other", force=True, iterations=1) == [("settings", 0), ("train", 1), ("end", 1)]
 
 
 @pytest.mark.ranks(2)
@@ -365,7 +372,7 @@ def test_a_damaged_newest_checkpoint_is_left_out_with_a_warning_and_the_loss_is_
     assert ended == [losses[4:] for losses in straight]
 
 
-@pytest.mark.parametrize(("full_at", "survives"), [(2, True), (2, False), (5, True)])
+@pytest.mark.parametrize(("full_at", "survives"), [(2, True), (2, False), (4, True), (5, True)])
 def test_a_run_that_survives_a_full_disk_goes_on_without_that_checkpoint_but_the_last(
     folder: Path, monkeypatch: pytest.MonkeyPatch, full_at: int, survives: bool
 ) -> None:
@@ -378,8 +385,10 @@ def test_a_run_that_survives_a_full_disk_goes_on_without_that_checkpoint_but_the
 
     def body(comm: AbstractCommunicator) -> None:
         trainer = trainer_of(comm, folder, some_layouts(2)[0])
-        trainer.fit(inputs(), batch_size=BATCH, epochs=3, iterations=5)
+        trainer.fit(inputs(), batch_size=BATCH, epochs=3, iterations=iterations)
 
+    iterations = max(full_at, 4) if survives and full_at > 2 else 5
+    monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(checkpoint_files, "write_bytes", write_bytes)
     monkeypatch.setattr(TrainingCheckpoints, "survives", survives)  # as in elastic runs
     problem = f"step {full_at} could not be written.*No space left on device"
@@ -387,6 +396,17 @@ def test_a_run_that_survives_a_full_disk_goes_on_without_that_checkpoint_but_the
         with pytest.warns(UserWarning, match=f"{problem}.*the run goes on without this checkpoint"):
             run_threads(body, size=2)
         assert sorted(each.name for each in folder.iterdir()) == ["step-00000004", "step-00000005"]
+    elif survives:  # the weights are kept where there is room
+        own = (
+            pytest.warns(UserWarning, match=f"{problem}.*; the end of training is saved next")
+            if full_at == 4
+            else nullcontext()
+        )
+        saved = f"last-good-{full_at:06d}.safetensors"
+        with own, pytest.raises(CheckpointError, match=f"{problem}; the weights after iteration {full_at} are in {saved}"):
+            run_threads(body, size=2)
+        expected = run_threads(lambda comm: run(comm, None, some_layouts(2)[0], iterations=iterations)[1], size=2)[0]
+        assert_close(read_tensors(Path(saved)), expected, what="weights")
     else:
         with pytest.raises(CheckpointError, match=problem):
             run_threads(body, size=2)

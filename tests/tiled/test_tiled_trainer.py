@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.train import History, TiledModel, Trainer, move, tile
+from tatami.train.recording import RunRecorder
 from tiled_rig import some_layouts, tiled
 
 SAMPLES = 23
@@ -349,8 +351,8 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
         assert progress.events[0] == ("training", 4 * SAMPLES, "samples")
         assert progress.events[1] == (SAMPLES, {"loss": f"{losses[0]:.4g}"})
         assert progress.events[5:] == ["finish"]
-        with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
-            Records(path)
+        with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"), Records(path) as again:
+            again.write("end", iteration=1, values={})
         Records(path, force=True).close()
         with Records(tmp_path / "new.jsonl", force=comm.size > 1) as late:
             assert not (tmp_path / "new.jsonl").exists()
@@ -371,6 +373,23 @@ def test_records_and_progress_are_those_of_rank_0(comm: AbstractCommunicator, tm
             Records(tensorboard=path, force=True)
     else:
         assert progress.events == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_rank_that_becomes_the_first_goes_on_in_the_records_of_the_one_before(tmp_path: Path, force: bool) -> None:
+    """Whatever it records first; and a rank that is not let in leaves them as they are."""
+    path, first = tmp_path / "run.jsonl", '{"event": "train", "iteration": 2}\n'
+    path.write_text(first + '{"event": "train", "iteration": 3}\n')
+    model: Any = SimpleNamespace(comm=SimpleNamespace(rank=0))
+    with Records(path, force=force) as records:
+        recorder = RunRecorder(model, records, every=1, whole=lambda body: body())
+        recorder.failed(InputError("not let in"), iteration=0)
+        assert len(path.read_text().splitlines()) == 2
+        recorder.joins(is_wanted=True)
+        recorder.write("validation", iteration=2, values={"loss": 0.5})
+        recorder.ended("epochs", iteration=2)
+    added = '{"event": "validation", "iteration": 2, "loss": 0.5}\n{"event": "end", "iteration": 2, "stopped": "epochs"}\n'
+    assert path.read_text() == first + added
 
 
 CORPUS = Path(os.environ.get("TATAMI_NETTALK", Path(__file__).parents[3] / "shared" / "data" / "nettalk.data"))

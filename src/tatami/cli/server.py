@@ -100,7 +100,7 @@ def show_report(
 def _refuse(job: ServerOutputs) -> None:
     from tatami.outputs import check_output
 
-    for path in (job.report, job.output):
+    for path in (job.report, job.output, job.log):
         if path is not None:
             check_output(path, force=job.force)
 

@@ -62,14 +62,10 @@ class EarlyStopping:
             num_samples: of this rank; 0 if it has none.
         """
         mean = weighted_means(Measured(values={_NAME: value}, num_samples=num_samples), self._comm).get(_NAME, math.nan)
-        if self._is_better(mean):
-            self.best, self.num_bad = mean, 0
-        else:
-            self.num_bad += 1
-        return self.num_bad >= self._patience
+        return self._add(mean)
 
     def on_train_epoch_end(self, trainer: Any, values: Mapping[str, float]) -> None:
-        """For the Trainer: the values of an epoch, the same on every rank.
+        """For the Trainer: the values of an epoch, the same on every rank, so that nothing is sent.
 
         Raises:
             InputError: `monitor` is not among them.
@@ -79,7 +75,7 @@ class EarlyStopping:
                 f"EarlyStopping monitors {self._monitor!r}, but an epoch gives {', '.join(values)}; give the Trainer "
                 "validation data or metrics, or choose one of these"
             )
-        if self.check(values[self._monitor]):
+        if self._add(values[self._monitor]):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,6 +85,14 @@ class EarlyStopping:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.best, self.num_bad = state["best"], state["num_bad"]
+
+    def _add(self, mean: float) -> bool:
+        """Whether to stop after a check that gave `mean` on all ranks."""
+        if self._is_better(mean):
+            self.best, self.num_bad = mean, 0
+        else:
+            self.num_bad += 1
+        return self.num_bad >= self._patience
 
     def _is_better(self, mean: float) -> bool:
         if math.isnan(mean):

@@ -103,9 +103,21 @@ class GoodState:
             torch._foreach_copy_(self._state(), self._kept)
         if self._model.sharding is not None:
             self._model.sharding.gather([self._places[place][0][self._places[place][1]] for place in sorted(self._sharded)])
-        path = free_name(self._folder / f"last-good-{self._iteration:06d}.safetensors")
-        path = write_model(self._model, path, force=False, strict=False)
+        path = self._write(self._iteration, folder=self._folder)
         return f"the last good state that was kept, after iteration {self._iteration}, is in {path} and in the model"
+
+    def save(self, iteration: int) -> str:
+        """Save the weights as they are after `iteration`; returns where they are, for an error. Collective."""
+        if self._folder is None:
+            return "the weights were not saved (rescue_dir, rescue_copy)"
+        try:
+            return f"the weights after iteration {iteration} are in {self._write(iteration, folder=self._folder)}"
+        except OSError as error:
+            return f"the weights were not saved: {error}"
+
+    def _write(self, iteration: int, *, folder: Path) -> Path:
+        path = free_name(folder / f"last-good-{iteration:06d}.safetensors")
+        return write_model(self._model, path, force=False, strict=False)
 
     def _state(self) -> list[torch.Tensor]:
         """The tensors that the network holds now: of a buffer, a forward pass may put another one in place.

@@ -116,12 +116,24 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> dict[st
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         **draws_state(model),
         "training": model.training,
+        "trained": {name: each.requires_grad for name, each in model.module.named_parameters()},
     }
 
 
 def load_common_state(model: TiledModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """On a newcomer."""
+    """On a newcomer, whose network and optimizer are as they were before training.
+
+    Raises:
+        InputError: the optimizer has other groups of parameters by now, as where a callback has added one.
+    """
+    if (num_here := len(optimizer.param_groups)) != (num_there := len(state["groups"])):
+        raise InputError(
+            f"the optimizer of a rank that joins has {num_here} parameter group{'s' * (num_here > 1)}, and those of the run "
+            f"have {num_there}: make all groups before the training begins"
+        )
     for group, told in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(told)
+    for name, each in model.module.named_parameters():
+        each.requires_grad_(state["trained"][name])
     restore_draws(model, state)
     model.train(state["training"])

@@ -118,8 +118,13 @@ class TrainingCheckpoints:
         self._has_begun = True
         self._last = position.iteration
 
-    def finish(self, *, needed: bool = False) -> None:
-        """Wait for what is under way. Raises as `begin`, also where the run would survive it if it is `needed`."""
+    def finish(self, *, needed: bool = False, then: str = "the run goes on without this checkpoint") -> None:
+        """Wait for what is under way.
+
+        Args:
+            needed: raise as `begin`, also where the run would survive it.
+            then: what follows where it survives it, for the warning.
+        """
         if self._group != self._comm.group:
             self._store.regroup()
             self._group, self._has_begun, self._last = self._comm.group, False, None
@@ -132,7 +137,7 @@ class TrainingCheckpoints:
                     raise
                 self._last = None
                 if self._comm.rank == 0:
-                    warn(f"{error}; the run goes on without this checkpoint")
+                    warn(f"{error}; {then}")
             else:
                 self.on_whole()
 

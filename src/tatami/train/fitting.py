@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tatami.errors import InputError
+from tatami.errors import CheckpointError, InputError
 from tatami.random_state import random_state, set_random_state
 from tatami.state.repairing import BeginAgain, RepairedUpdate, Repairs
 from tatami.train.batches import AbstractBatches, LocalBatch
@@ -294,10 +294,15 @@ class Fit:
 
     def _save_last(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.finish()
-            if not self._checkpoints.is_saved(self._position):
-                self._checkpoints.begin(self._setup, self._position, self._batches)
+            self._checkpoints.finish(then="the end of training is saved next")
+            if self._checkpoints.is_saved(self._position):
+                return
+            self._checkpoints.begin(self._setup, self._position, self._batches)
+            try:
                 self._checkpoints.finish(needed=True)
+            except CheckpointError as error:
+                error.args = (f"{error}; {self._setup.good.save(self._position.iteration)}",)
+                raise
 
     def _save(self) -> None:
         checkpoints = self._checkpoints

@@ -63,7 +63,8 @@ class LoadedBatches(AbstractBatches):
         phases, used, is_enough = model.phases, 0, False
         with phases.during(IterationPhase.OUTSIDE):
             current = self._go_on(skip)
-        self._check_begun(current, model.comm, number=number, skip=skip)
+        if not (skip and model.comm.changes):  # a rank that joins in mid-epoch would be the only one that begins to draw
+            self._check_begun(current, model.comm, number=number, skip=skip)
         while current is not None:
             with phases.during(IterationPhase.OUTSIDE):
                 used += 1
@@ -106,6 +107,12 @@ class LoadedBatches(AbstractBatches):
             raise InputError(
                 "the data are an iterator, which can be gone through once, and in an elastic run a batch may have to be drawn "
                 "again: give what begins again, as a DataLoader"
+            )
+        sampler = getattr(self._loader, "sampler", None)
+        if hasattr(sampler, "state_dict") and not self._is_resumable:
+            raise InputError(
+                f"the DataLoader's {type(sampler).__name__} counts its epochs, and would give another order where batches are "
+                "drawn again in an elastic run: give tatami.parallel.ResumableLoader(loader)"
             )
         super().begin_again()
 

@@ -50,12 +50,22 @@ class RunRecorder:
         self._names: tuple[str, ...] | None = None
         self._laid_at = 0
         self._has_timeline = self._traces = False
+        self._writes = False
         self.is_wanted = False
 
     def begin(self, *, iteration: int) -> None:
-        """Agree on whether there is anything to record, and tell of the first tiling. Collective."""
-        self.is_wanted = self._whole(lambda: self._model.comm.bcast_object(self._records.wanted))
-        self._names = self._model.names
+        """Agree on whether there is anything to record, and tell of the first tiling. Collective.
+
+        Raises:
+            OutputExistsError: on all ranks: there are records of another run.
+        """
+
+        def is_wanted() -> bool:
+            self._records.refuse_existing()
+            return self._records.wanted
+
+        self.is_wanted = self._whole(lambda: decided_on_root(self._model.comm, is_wanted))
+        self._names, self._writes = self._model.names, self._model.comm.rank == 0
         self._tell_processes(iteration)
         self._tell_tiling(iteration, why="at the start", speeds=self._speeds())
         self._trace_next(iteration)
@@ -114,8 +124,11 @@ class RunRecorder:
         self.write("error", iteration=iteration, values={"kind": type(error).__name__, "message": str(error)})
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
-        """On rank 0, which in an elastic run may be another one than before."""
-        if self._model.comm.rank == 0:
+        """On rank 0, which in an elastic run may be another one than before; not of a run that this rank was not let into."""
+        if self.is_wanted and self._model.comm.rank == 0:
+            if not self._writes:
+                self._writes = True
+                self._records.resume(iteration=iteration)  # where the first rank of before has written to the same file
             self._records.write(event, iteration=iteration, values=values)
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -168,8 +181,6 @@ class RunRecorder:
         """In an elastic run ranks have come or gone. What was spent under the tiling of before is of no use any more."""
         self._spent_s, self._num_spent = {}, 0
         now = self._model.names
-        if now[:1] != before[:1] and self._model.comm.rank == 0:
-            self._records.resume(iteration=iteration)  # where the first rank of before has written to the same file
         gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
         why = [f"{', '.join(names)} {what}" for names, what in ((gone, "gone"), (come, "joined")) if names]
         self._tell_processes(iteration)

@@ -80,7 +80,7 @@ class Trainer:
         progress: a bar; only rank 0's is shown.
         rescue_dir: where the last good state is saved if the loss stops being finite; of batches of few samples, where copying
             the weights takes more than about 1 % of an update, one of the last ten. None: no copy of it is kept, which saves
-            the memory of the weights.
+            the memory of the weights. If the checkpoint at the end cannot be written, the weights are saved there, too.
         seed: of the shuffling.
         clock: for tests.
 
@@ -228,7 +228,8 @@ class Trainer:
             NotFiniteError: the loss became NaN or infinite; the last good state is saved before.
             InputError: on all ranks, before anything is trained, where they were given different data; names the ranks. Or the
                 report cannot be written.
-            OutputExistsError: on all ranks, before anything is trained: there is something where the report is to be.
+            OutputExistsError: on all ranks, before anything is trained: there is something where the report is to be, or
+                records of another run.
         """
         limits = Limits.of(epochs=epochs, iterations=iterations, stop_below=stop_below, max_time=max_time)
         batches = batches_of(data, batch_size=batch_size, seed=self._seed if shuffle else None)
@@ -440,7 +441,8 @@ class Trainer:
                 found = elsewhere.resume(setup, self._position, batches, needed=True)
             finally:
                 elsewhere.close()
-        if found and setup.model.comm.rank == 0:  # in an elastic run, others have records of the same file
+        # In an elastic run, others have records of the same file; a run that begins from another one's has its own file.
+        if found and setup.model.comm.rank == 0 and (resume is True or setup.records.may_overwrite):
             setup.records.resume(iteration=self._position.iteration)
         if found and self._retiler is not None:
             setup.retiling = setup.updates.retiling = Retiling(setup.model, setup.optimizer, retiler=self._retiler)
