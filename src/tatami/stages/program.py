@@ -379,7 +379,7 @@ class Staging:
         return tuple(tuple(each) for each in found)
 
     def _needs(self, names_of: Callable[[ForwardOperation], tuple[str, ...]]) -> list[dict[str, None]]:
-        """For each operation, the names that whoever computes it needs: its own, and those of values that no stage makes."""
+        """For each operation, the names that a rank needs to compute it: its own, and those of values without a stage."""
         needs: list[dict[str, None]] = []
         for operation in self.program.operations:
             names = dict.fromkeys(names_of(operation))
