@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +23,7 @@ import tatami
 from tatami.cli.app import app
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm import AbstractCommunicator, run_threads
-from tatami.errors import InputError, ModelError, NotFiniteError, PlanError, RankDiedError
+from tatami.errors import CommTimeoutError, InputError, ModelError, NotFiniteError, PlanError, RankDiedError
 from tatami.model.model_stage import ModelStage
 from tatami.records import Records
 from tatami.report.page import facts_of, read_run
@@ -381,6 +382,26 @@ def test_what_would_be_of_one_stage_only_is_refused(comm: AbstractCommunicator) 
     with pytest.raises(ModelError, match="some of the parameters was asked for on several pipeline stages"):
         torch.nn.utils.clip_grad_norm_(own[0], 1.0)
     assert torch.nn.utils.clip_grad_norm_(own[comm.rank :], 1.0) > 0, "of a part on one stage only"
+
+
+@pytest.mark.threads_only
+def test_a_norm_that_one_stage_asks_for_says_so_when_it_has_waited() -> None:
+    has_waited = threading.Event()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model, x = two_stages(comm), floats(4, 6)
+        model(model.local(x)).square().mean().backward()
+        of_first = [each for name, each in model.named_parameters() if name.startswith("module.0") and each.grad is not None]
+        if comm.rank == 0:
+            with pytest.raises(CommTimeoutError) as caught:
+                torch.nn.utils.clip_grad_norm_(of_first, 1.0)
+            assert any("the ranks of every stage must ask for it" in note for note in caught.value.__notes__)
+            has_waited.set()
+        else:
+            assert torch.nn.utils.clip_grad_norm_(of_first, 1.0) == 0.0
+            assert has_waited.wait(30)
+
+    run_threads(body, size=2, timeout_s=2.0)
 
 
 def two_stages(comm: AbstractCommunicator) -> tatami.TiledModel:

@@ -26,7 +26,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError
 from tatami.partition.pieces import record_network
 from tatami.partition.tracing.sample import Sample
-from tatami.stages.program import ForwardProgram, Staging
+from tatami.stages.program import ForwardProgram, Staging, obstacle_of
 from tatami.stages.recording import record
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica, StagedLayout
@@ -133,6 +133,10 @@ class Rounded(torch.autograd.Function):
         return grad * -0.5
 
 
+rounded = Rounded.apply
+"""Bound before any network is recorded, as torch's documentation has it."""
+
+
 class OwnGradients(nn.Module):
     """Functions with gradients of their own, of values, of values and a weight, and of a weight."""
 
@@ -142,9 +146,45 @@ class OwnGradients(nn.Module):
         self.scale = nn.Parameter(torch.rand(5))
 
     def forward(self, x: torch.Tensor) -> Any:
-        hidden = Rounded.apply(torch.tanh(self.first(x)))  # type: ignore[no-untyped-call]
+        hidden = rounded(torch.tanh(self.first(x)))  # type: ignore[no-untyped-call]
         hidden = Scaled.apply(self.middle(hidden), self.scale) + hidden  # type: ignore[no-untyped-call]
         return F.linear(torch.tanh(hidden), Rounded.apply(self.last.weight), self.last.bias)  # type: ignore[no-untyped-call]
+
+
+class OwnBuffers(nn.Module):
+    """Buffers that only some stages see change: of spectral norms, a running mean of a weight, and counters."""
+
+    mean: torch.Tensor
+
+    class Counting(nn.Module):
+        steps: torch.Tensor
+        replaced: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.register_buffer("steps", torch.zeros(1))
+            self.register_buffer("replaced", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if self.training:
+                self.steps += 1
+                self.replaced = self.replaced + 2
+            return self.layer(x) / (1 + self.steps)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: nn.Module = nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.last: nn.Module = nn.utils.spectral_norm(nn.Linear(6, 3))
+        self.middle = self.Counting()
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.middle(torch.tanh(self.first(x)))
+        if self.training:
+            self.mean.mul_(0.9)
+            self.mean.add_(self.middle.layer.bias.detach() * 0.1)
+        return self.last(torch.tanh(hidden) - self.mean)
 
 
 class OldNames(nn.Module):
@@ -164,6 +204,7 @@ class OldNames(nn.Module):
 
 MORE: dict[str, Case] = {
     "own-gradients": Case(build=OwnGradients, draw=reals(6), blocks=()),
+    "own-buffers": Case(build=OwnBuffers, draw=reals(6), blocks=()),
     "old-names": Case(build=OldNames, draw=reals(6), blocks=()),
     "resnet-18": Case(build=resnet18, draw=reals(1, 8, 8), blocks=()),
     "densenet": Case(build=lambda: DenseBlock(batch_norm=True), draw=reals(1, 6, 6), blocks=()),
@@ -245,7 +286,7 @@ def check(world: World, case: Case, *, stages: int | None = None, micro_batches:
 
 def normalizes(network: nn.Module) -> bool:
     """Whether all of its samples must be in one micro-batch."""
-    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in network.modules())
+    return any(isinstance(each, (nn.modules.batchnorm._BatchNorm, OwnBuffers)) for each in network.modules())
 
 
 def even(pieces: int, stages: int) -> tuple[int, ...]:
@@ -319,13 +360,14 @@ def test_two_replicas_of_two_stages(world: World, name: str) -> None:
 
 
 @pytest.mark.threads_only
-@pytest.mark.parametrize("name", ["own-gradients", "old-names"])
+@pytest.mark.parametrize("name", ["own-gradients", "own-buffers", "old-names"])
 def test_two_stages_cut_anywhere(world: World, name: str) -> None:
     case = MORE[name]
     pieces = len(record_network(build(case), Sample.of(case.draw(SAMPLES, torch.Generator().manual_seed(5)))).pieces)
     assert pieces >= 3
+    parts = 1 if normalizes(build(case)) else 2
     for cut in range(1, pieces):
-        check_layout(world, case, staged(2, stages=2, cuts=(cut,), micro_batches=2), samples=SAMPLES)
+        check_layout(world, case, staged(2, stages=2, cuts=(cut,), micro_batches=parts), samples=SAMPLES)
 
 
 @pytest.mark.threads_only
@@ -393,6 +435,26 @@ def test_the_zoo_trains_as_on_one_machine(name: str, kind: str) -> None:
     again = {"mixed": recomputable(layout, workload), "replicas": recomputable(layout, workload)[:1]}
     layout = layout.recomputing(again.get(kind, ()))
     check_layout(partial(run_threads, size=len(layout.processors)), case, layout, samples=samples)
+
+
+class Shared(nn.Module):
+    """One normalization in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.last(self.norm(self.first(x))))
+
+
+@pytest.mark.ranks(1)
+def test_buffers_that_two_stages_would_change_are_not_cut_apart() -> None:
+    program = record(Shared().double(), (torch.rand(5, 6, dtype=torch.float64),), {})
+    assert [operation.name for operation in program.operations] == ["first", "norm", "last", "norm"]
+    found = [obstacle_of(program, cut) for cut in (1, 2, 3)]
+    assert found[0] is None
+    assert all("norm changes the buffer norm.num_batches_tracked, which another stage reads" in str(each) for each in found[1:])
 
 
 class Changing(nn.Module):

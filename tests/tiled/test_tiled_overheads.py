@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from drawing import Written
 from hand_clock import HandClock
@@ -21,7 +22,7 @@ from tatami.comm import AbstractCommunicator
 from tatami.comm.link_probe import measure_message_costs
 from tatami.errors import PlanError
 from tatami.measure import speeds
-from tatami.measure.speed_curves import SpeedCurve, measure_curves, measure_network_curves
+from tatami.measure.speed_curves import SpeedCurve, measure_curves, measure_network_curves, network_passes
 from tatami.measure.speeds import AbstractPass
 from tatami.model import overheads
 from tatami.model.cluster_probe import probe
@@ -290,6 +291,36 @@ def test_a_network_that_takes_no_other_number_of_samples_is_measured_with_its_sa
 
     with pytest.warns(UserWarning, match=r"does not run on 8 \(two samples, please\)"):
         world(body)
+
+
+def checkpointed(net: Any, x: torch.Tensor) -> Any:
+    """Torch forbids `torch.autograd.grad` through it."""
+    return net.last(checkpoint(lambda each: net.layer(each).tanh(), x.clone().requires_grad_(), use_reentrant=True))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+def test_reentrant_checkpoints_are_measured_and_leave_gradients_as_they_were(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model: Any = Written(checkpointed, layer=nn.Linear(3, 3), last=nn.Linear(3, 2))
+        called: list[torch.Tensor] = []
+        for parameter in model.layer.parameters():
+            parameter.grad = torch.full_like(parameter, 7.0)
+            parameter.register_post_accumulate_grad_hook(called.append)
+        curves = measure_network_curves(model, Sample.of(torch.rand(2, 3)), comm, batch_size=16)
+        assert all(len(curve.times_s) > 1 for curve in curves)
+        assert all(bool((each.grad == 7.0).all()) for each in model.layer.parameters())
+        assert [each.grad for each in model.last.parameters()] == [None, None]
+        assert not called
+        x = torch.rand(4, 3)
+        (timed,) = network_passes(model, Sample.of(x))(4)
+        timed.run()
+        timed.run()
+        expected = torch.autograd.grad(model.last(model.layer(x).tanh()).double().sum(), [*model.parameters()])
+        for grad, one in zip(vars(timed)["_grads"], expected, strict=True):
+            torch.testing.assert_close(grad, 2 * one)
+
+    world(body)
 
 
 HERE = threading.local()

@@ -335,6 +335,46 @@ def test_a_state_dict_is_loaded_where_it_is_from_and_nowhere_else(comm: Abstract
         store.save(1, {"model": model.state_dict()})
 
 
+@pytest.mark.parametrize(
+    ("layout", "sharded", "differs"),
+    [
+        (simple_layout((0, 1)), False, r"{0} to {1} of 8, here {2} to {3} of 8"),
+        (staged(2, stages=2, cuts=(1,)), False, r"{4} to {5} of 2, here {6} to {7} of 2"),
+        (simple_layout((0,), (1,)), True, r"\d+ to \d+ of 1000000, here \d+ to \d+ of 1000000"),
+        (simple_layout((0,), (1,)), False, None),
+    ],
+)
+def test_an_optimizers_state_is_loaded_where_it_is_from_and_nowhere_else(
+    comm: AbstractCommunicator, layout: Layout | StagedLayout, sharded: bool, differs: str | None
+) -> None:
+    """Into an optimizer that has not stepped, and without its note, as one from before there were any."""
+    loop, saved = Loop(comm, layout, WITHOUT_NORM, sharded=sharded), io.BytesIO()
+    loop.train(until=2)
+    own = loop.optimizer.state_dict()
+    assert len(own) == 2 + (differs is not None)
+    torch.save(own, saved)
+    mine, theirs = (torch.load(io.BytesIO(each), weights_only=True) for each in (saved.getvalue(), sent(comm, saved)))
+    for state in (own, copy.deepcopy(own), mine, {key: own[key] for key in ("state", "param_groups")}):
+        fresh = torch.optim.AdamW(loop.model.parameters())
+        fresh.load_state_dict(state)
+        assert fresh.param_groups[0]["lr"] == loop.optimizer.param_groups[0]["lr"]
+        for parameter, kept in loop.optimizer.state.items():
+            assert torch.equal(fresh.state[parameter]["exp_avg"], kept["exp_avg"])
+    if differs is None:
+        fresh.load_state_dict(theirs)
+        return
+    order = (4, 8, 0, 4, 1, 2, 0, 1) if comm.rank == 0 else (0, 4, 4, 8, 0, 1, 1, 2)
+    with pytest.raises(CheckpointError, match=differs.format(*order)):
+        fresh.load_state_dict(theirs)
+    assert all(torch.equal(fresh.state[each]["exp_avg"], kept["exp_avg"]) for each, kept in loop.optimizer.state.items())
+
+
+def sent(comm: AbstractCommunicator, saved: io.BytesIO) -> bytes:
+    """What the other one of two ranks has saved."""
+    theirs: bytes = comm.allgather_object(saved.getvalue())[1 - comm.rank]
+    return theirs
+
+
 def test_saving_a_part_of_the_weights_warns_at_the_line_that_saves(recwarn: pytest.WarningsRecorder) -> None:
     def body(comm: AbstractCommunicator) -> None:
         for layout in (simple_layout((0,), (1,)), simple_layout((0, 1))):

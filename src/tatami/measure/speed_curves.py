@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from tatami.cluster import Cluster, SpeedTable
 from tatami.cluster.cores import memory_here
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import warn
+from tatami.gradients.passes import leads_to
 from tatami.measure.speeds import LONG_REPEAT_S, NOISY, REPEAT_S, REPEATS, AbstractPass, BlockPass, Timer
 from tatami.partition.tracing.restore_state import unchanged
 from tatami.partition.tracing.sample import FEWEST, Sample
@@ -311,6 +313,7 @@ class _NetworkPass(AbstractPass):
         self._sample = sample
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._grads: list[torch.Tensor | None] = [None] * len(self._weights)
+        self._is_reentrant: bool | None = None
 
     def run(self) -> None:
         with torch.enable_grad():
@@ -318,9 +321,27 @@ class _NetworkPass(AbstractPass):
             leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if leaves and self._weights:
                 total = torch.stack([leaf.double().sum() for leaf in leaves]).sum()
+                if self._is_reentrant is None:
+                    self._is_reentrant = leads_to([total.grad_fn], lambda node: node.name() == "CheckpointFunctionBackward")
+                if self._is_reentrant:  # such checkpoints forbid torch.autograd.grad
+                    self._accumulate(total)
+                    return
                 grads = torch.autograd.grad(total, self._weights, allow_unused=True)
                 with torch.no_grad():
                     self._grads = [
                         new if old is None or new is None else old.add_(new)
                         for old, new in zip(self._grads, grads, strict=True)
                     ]
+
+    def _accumulate(self, total: torch.Tensor) -> None:
+        """Add to the gradients by `backward`; the network's own gradients, and hooks of them, are put back."""
+        weights: list[Any] = list(self._weights)
+        before = [(weight.grad, weight._post_accumulate_grad_hooks) for weight in weights]
+        for weight, grad in zip(weights, self._grads, strict=True):
+            weight.grad, weight._post_accumulate_grad_hooks = grad, {}
+        try:
+            total.backward()  # type: ignore[no-untyped-call]
+            self._grads = [weight.grad for weight in weights]
+        finally:
+            for weight, (grad, hooks) in zip(weights, before, strict=True):
+                weight.grad, weight._post_accumulate_grad_hooks = grad, hooks

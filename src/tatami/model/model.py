@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +49,7 @@ from tatami.runtime.local_draws import LocalDraws
 from tatami.runtime.local_statistics import LocalStatistics, SplitStatistics
 from tatami.runtime.losses import LossReduction, check_reduction, check_targets_count
 from tatami.runtime.norms import WholeNorms, models, register
+from tatami.runtime.optimizer_parts import watch_optimizer_states
 from tatami.runtime.optimizers import watch_optimizers
 from tatami.runtime.overlapped_sums import OverlappedSums, may_overlap
 from tatami.runtime.owner_sums import OwnerSums
@@ -203,6 +204,7 @@ class TiledModel(nn.Module):
         self._enter(self._seat(module, stage=stage, found=found, layout=layout), module, cuts=True)
         register(self)
         watch_optimizers()
+        watch_optimizer_states()
         watch_steps()
         watch_checkpoints()
         if self.sharding is not None:
@@ -926,6 +928,14 @@ class TiledModel(nn.Module):
     def own_parameters(self) -> list[nn.Parameter]:
         """The parameters of which this rank holds some units or all: not those of other stages."""
         return self._gradients.parameters
+
+    def parts_of(self, held: Collection[int], *, is_sharded: bool) -> list[tuple[int, int, int]]:
+        """The units here, and this rank's shard, as far as parameters with these identities are divided so."""
+        if not any(id(parameter) in held for parameter in self.parameters()):
+            return []
+        has_units = self.stage is not None or any(id(each) in held for each in self.tiled_parameters())
+        units = self._units_here() if has_units else []
+        return units if self.sharding is None or not is_sharded else [*units, self.sharding.part_here]
 
     def plain_parameters(self) -> list[nn.Parameter]:
         """Parameters of the network that was given, as far as they are still alive: this model has copies of them."""

@@ -17,7 +17,7 @@ from torch import nn
 from tatami.cluster import Cluster
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import ModelError, PlanError
+from tatami.errors import CommTimeoutError, ModelError, PlanError
 from tatami.partition.blocks import Blocks
 from tatami.partition.pieces import RecordedNetwork
 from tatami.runtime.phases import IterationPhase, Phases
@@ -332,13 +332,22 @@ class ModelStage:
         Raises:
             ModelError: the order is not above 0; or several stages ask for parts, which may be of different calls, as where
                 each weight is clipped by itself.
+            CommTimeoutError: ranks of other stages do not ask.
         """
         if not norm_type > 0:
             raise ModelError(f"with pipeline stages, the order of a norm must be above 0, not {norm_type:g}")
         rows = torch.zeros(2, len(self.layout.stages), dtype=torch.float64, device="cpu")
         if self.index is not None and self.comm.rank == 0:
             rows[:, self.index] = torch.tensor([own, is_part], dtype=torch.float64)
-        (self.world if everyone else self._trained).allreduce(rows)
+        try:
+            (self.world if everyone else self._trained).allreduce(rows)
+        except CommTimeoutError as error:
+            error.add_note(
+                "in the norm of gradients or parameters, as for clipping: with pipeline stages it is the norm over all stages, "
+                "and the ranks of every stage must ask for it. For parameters that one stage alone has, other ranks do not: "
+                "clip all at once (model.parameters()), take the norm of each gradient yourself, or use stages=1"
+            )
+            raise
         if rows[1].sum() > 1:
             raise ModelError(
                 "the norm of some of the parameters was asked for on several pipeline stages, which have different ones and "

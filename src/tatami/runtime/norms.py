@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +71,8 @@ class HoldsTiles(Protocol):
     def tiled_parameters(self) -> Iterable[nn.Parameter]: ...
 
     def plain_parameters(self) -> Iterable[nn.Parameter]: ...
+
+    def parts_of(self, held: Collection[int], *, is_sharded: bool) -> Iterable[tuple[int, int, int]]: ...
 
 
 _lock = threading.Lock()

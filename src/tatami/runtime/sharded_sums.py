@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from tatami.runtime.vector_sum import VectorSum, wire_dtype
 from tatami.tiling.sharding import Ranges, Slices, num_rounds, rounds_of, shard_bounds
 
 _TAG = 17
+_MILLION = 1_000_000
 _KEPT = 16
 """So many sets of weights that are exchanged together are remembered."""
 Round = tuple[Slices, ...]
@@ -83,6 +84,12 @@ class ShardedSums(AbstractGradientSums):
         """The elements of a parameter that this rank updates."""
         assert isinstance(parameter, nn.Parameter)
         return self._ranges[parameter][self._comm.rank]
+
+    @property
+    def part_here(self) -> tuple[int, int, int]:
+        """The part of all elements that this rank updates, in millionths, known before any of them is shared out."""
+        ends = [round(_MILLION * end) for end in accumulate(self._shares, initial=0.0)]
+        return ends[self._comm.rank], ends[self._comm.rank + 1], _MILLION
 
     def part(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """A view of the shard's part of `like`, shaped as the parameter: flat, or as it is where that is all."""

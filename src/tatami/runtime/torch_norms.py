@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -168,6 +168,9 @@ class _Probe(WholeNorms):
         return [self.parameter]
 
     def plain_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def parts_of(self, held: Collection[int], *, is_sharded: bool) -> list[tuple[int, int, int]]:  # noqa: ARG002
         return []
 
     def of(self, tensors: Sequence[torch.Tensor], norm_type: float, *, tiled: Sequence[bool]) -> torch.Tensor:  # noqa: ARG002

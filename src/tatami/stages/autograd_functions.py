@@ -6,12 +6,12 @@ called. A cut in there would separate what `backward` needs, and what is handed 
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import _get_current_function_mode_stack
 
 _lock = threading.Lock()
@@ -33,15 +33,15 @@ def watch_functions() -> None:
     with _lock:
         if _is_watched:
             return
-        plain: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
 
-        @functools.wraps(plain)
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            plain: Callable[..., Any] = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
             modes = () if cls.__module__.startswith("torch.") else _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
             mode = next((each for each in reversed(modes) if isinstance(each, SeesFunctions)), None)
             if mode is None:
-                return plain(cls, *args, **kwargs)
-            return mode.apply_function(f"{cls.__name__}.apply", functools.partial(plain, cls), args, kwargs)
+                return plain(*args, **kwargs)
+            return mode.apply_function(f"{cls.__name__}.apply", plain, args, kwargs)
 
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        # `Function.apply` calls this one, also where a user bound it to a name (`ste = Ste.apply`) before it was replaced.
+        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
         _is_watched = True

@@ -25,7 +25,7 @@ def evaluation_of(staging: Staging, program: ForwardProgram) -> Staging:
     """
     trained = staging.program
     if [each.name for each in trained.operations] == [each.name for each in program.operations]:
-        return Staging(program=program, cuts=staging.cuts)
+        return Staging(program=program, cuts=staging.cuts, also_updated=staging.updated)
     places = {key: number for number, key in _weighed(program.operations)}
     cuts: list[int] = []
     for cut in staging.cuts:
@@ -36,7 +36,7 @@ def evaluation_of(staging: Staging, program: ForwardProgram) -> Staging:
         cuts.append(next(fits, latest))
     if cuts[0] < 1 or cuts != sorted(set(cuts)):
         raise ModelError("reads weights of later stages before those of earlier ones")
-    found = Staging(program=program, cuts=tuple(cuts))
+    found = Staging(program=program, cuts=tuple(cuts), also_updated=staging.updated)
     for stage, (own, needed) in enumerate(zip(_weights(staging), _weights(found), strict=True)):
         if not needed <= own:
             raise ModelError(f"reads weights in stage {stage} that it has not ({', '.join(sorted(needed - own)[:3])})")

@@ -67,6 +67,7 @@ class ForwardOperation:
         makes: numbers of the values it makes; None for a tensor that it returns as it came (an input, a parameter).
         parameters: names of the parameters it reads.
         buffers: names of the buffers it reads or changes.
+        updates: names of those that it changes.
         changes: numbers of values, made before, whose memory it changes in place; what they are afterwards is among `makes`.
         returns_change: whether the changed tensor is its result, and that is used (`x += y`): after `x.add_(y)` Python
             goes on with the old name of it.
@@ -81,6 +82,7 @@ class ForwardOperation:
     makes: tuple[int | None, ...]
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
     changes: tuple[int, ...] = ()
     returns_change: bool = True
     reach: Reach
@@ -218,6 +220,7 @@ class Staging:
     Attributes:
         program: what is cut.
         cuts: number of the first operation of each stage but the first, ascending.
+        also_updated: buffers that stages change in another program of the network, as in training.
 
     Raises:
         ModelError: the program cannot be cut there; says why, and at which line of the network.
@@ -225,6 +228,7 @@ class Staging:
 
     program: ForwardProgram
     cuts: tuple[int, ...]
+    also_updated: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         stop = len(self.program.operations)
@@ -234,6 +238,7 @@ class Staging:
             self._refuse_looks()
             self._refuse_changes()
             self._refuse_hidden_values()
+            self._refuse_split_updates()
 
     @property
     def num_stages(self) -> int:
@@ -277,6 +282,12 @@ class Staging:
         return not readers or stage in readers
 
     @cached_property
+    def updated(self) -> frozenset[str]:
+        """The buffers that stages change, such as running means; what changes them alone (a counter) runs on every rank."""
+        weighed = (each for each in self.program.operations if each.reach is not Reach.EVERYWHERE)
+        return self.also_updated.union(*(each.updates for each in weighed))
+
+    @cached_property
     def _readers(self) -> Mapping[str, frozenset[int]]:
         """The stages that read a parameter or buffer."""
         found: dict[str, set[int]] = {}
@@ -301,6 +312,9 @@ class Staging:
             operations = self.program.operations[call.first : call.stop]
             stages = {self.stage_of(each.number) for each in operations if each.reach is Reach.STAGED}
             if len(stages) > 1 or any(each.reach is Reach.FLOATING for each in operations):
+                continue
+            # A counter goes on in every rank, as no rank is left out of the call.
+            if stages and any(each.reach is Reach.EVERYWHERE and {*each.updates} - self.updated for each in operations):
                 continue
             if stages and any(self._is_needed_everywhere(number, call) for each in operations for number in each.makes):
                 continue
@@ -352,24 +366,42 @@ class Staging:
 
     def _names(self, names_of: Callable[[ForwardOperation], tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
         found: list[dict[str, None]] = [{} for _ in range(self.num_stages)]
-        floating: dict[int, dict[str, None]] = {}
-        for operation in self.program.operations:
-            names = dict.fromkeys(names_of(operation))
-            for number in operation.reads:
-                names |= floating.get(number, {})
-            if operation.reach is Reach.FLOATING:
-                for made in operation.makes:
-                    if made is not None:
-                        floating[made] = names
-            elif operation.reach is Reach.STAGED:
+        needs = self._needs(names_of)
+        for operation, names in zip(self.program.operations, needs, strict=True):
+            if operation.reach is Reach.STAGED:
                 found[self.stage_of(operation.number)] |= names
-            else:
+            elif operation.reach is Reach.EVERYWHERE and self.updated.isdisjoint(names):
                 for each in found:
                     each |= names
         for returned in self.program.returns:
-            if returned is not None:
-                found[-1] |= floating.get(returned, {})
+            if returned is not None and self.program.values[returned].reach is not Reach.STAGED:
+                found[-1] |= needs[self.program.values[returned].made_by]
         return tuple(tuple(each) for each in found)
+
+    def _needs(self, names_of: Callable[[ForwardOperation], tuple[str, ...]]) -> list[dict[str, None]]:
+        """For each operation, the names that a rank needs to compute it: its own, and those of values without a stage."""
+        needs: list[dict[str, None]] = []
+        for operation in self.program.operations:
+            names = dict.fromkeys(names_of(operation))
+            for value in (self.program.values[number] for number in operation.reads):
+                if value.reach is not Reach.STAGED:
+                    names |= needs[value.made_by]
+            needs.append(names)
+        return needs
+
+    def _refuse_split_updates(self) -> None:
+        """A buffer that one stage changes would be out of date in another one."""
+        needs = self._needs(lambda operation: operation.parameters)
+        for operation in self.program.operations:
+            for name in operation.updates if operation.reach is not Reach.EVERYWHERE else ():
+                own = self.stage_of(operation.number)
+                for reader in self._readers.get(name, ()):
+                    is_staged = operation.reach is Reach.STAGED
+                    if reader != own if is_staged else not all(self.is_on(reader, each) for each in needs[operation.number]):
+                        raise ModelError(
+                            f"{operation.line or operation.name} changes the buffer {name}, which another stage reads and "
+                            "would not see changed. Cut elsewhere (layout=), or use one stage"
+                        )
 
     def _refuse_looks(self) -> None:
         for look in self.program.looks:

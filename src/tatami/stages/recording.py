@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -105,7 +106,11 @@ class _Recorder(TorchFunctionMode):
         self._module, self._atoms, self._meter = module, atoms, meter
         self._metered = meter()
         self._parameters = {id(p): name for name, p in module.named_parameters()}
-        self._buffers = {id(b): name for name, b in module.named_buffers()}
+        self._own_buffers = dict(module.named_buffers())
+        self._buffers = {id(b): name for name, b in self._own_buffers.items()}
+        self._versions = {name: _version(b) for name, b in self._own_buffers.items()}
+        self._weighed: set[str] = set()
+        """Buffers that have been changed by what depends on parameters, as by a power iteration."""
         self._operations: list[ForwardOperation] = []
         self._values: list[ForwardValue] = []
         self._calls: list[ForwardCall] = []
@@ -193,6 +198,11 @@ class _Recorder(TorchFunctionMode):
 
     def program(self, out: Any) -> ForwardProgram:
         """All of it, after the network returned `out`."""
+        for name, buffer in self._module.named_buffers():
+            if id(buffer) in self._number_of:  # the network has put a tensor of its own in the buffer's place
+                number = self._values[self._number_of[id(buffer)]].made_by
+                made = self._operations[number]
+                self._operations[number] = replace(made, buffers=(*{*made.buffers, name},), updates=(*made.updates, name))
         return ForwardProgram(
             operations=tuple(self._operations),
             values=tuple(self._values),
@@ -250,9 +260,12 @@ class _Recorder(TorchFunctionMode):
         touched = {*touched, *(id(tensor) for tensor in given)}
         parameters = tuple(name for key, name in self._parameters.items() if key in touched)
         buffers = tuple(name for key, name in self._buffers.items() if key in touched)
+        versions = {name: _version(self._own_buffers[name]) for name in buffers}
+        updates = tuple(name for name in buffers if versions[name] != self._versions[name])
+        self._versions |= versions
         reads = tuple(dict.fromkeys(self._number_of[id(t)] for t in given if id(t) in self._number_of))
         reaches = {self._values[number].reach for number in reads}
-        is_weighed = bool(parameters) or Reach.FLOATING in reaches
+        is_weighed = bool(parameters) or Reach.FLOATING in reaches or not self._weighed.isdisjoint(buffers)
         # An input, or what is computed of inputs alone: each stage would compute something as large as the batch.
         has_inputs = Reach.EVERYWHERE in reaches or any(self._is_input(tensor) for tensor in given)
         if Reach.STAGED in reaches or (is_weighed and (module or has_inputs)):
@@ -261,6 +274,8 @@ class _Recorder(TorchFunctionMode):
             reach = Reach.FLOATING
         else:
             reach = Reach.EVERYWHERE
+        if reach is not Reach.EVERYWHERE:
+            self._weighed.update(updates)
         number = len(self._operations)
         before, self._metered = self._metered, self._meter()
         changes = tuple(dict.fromkeys(n for tensor in changed for n in self._by_memory.get(_memory(tensor), ())))
@@ -295,6 +310,7 @@ class _Recorder(TorchFunctionMode):
                 makes=tuple(makes),
                 parameters=parameters,
                 buffers=buffers,
+                updates=updates,
                 changes=changes,
                 returns_change=all(any(t is each for each in returned) for t in changed) and not (changed and _is_dropped()),
                 reach=reach,
@@ -365,6 +381,10 @@ def _recorded(recorder: _Recorder, name: str, module: nn.Module, plain: Callable
         return recorder.call(name, module, plain, args, kwargs)
 
     return forward
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if _is_inference(tensor) else tensor._version
 
 
 def _is_inference(tensor: torch.Tensor) -> bool:
