@@ -51,7 +51,9 @@ def parse_sweep(texts: Sequence[str] | None, *, known: Collection[str]) -> Sweep
     if not texts:
         return Sweep(name="", values=(None,))
     if len(texts) > 1:
-        raise InputError(f"--sweep varies one option, and was given {len(texts)} times: {shortened(', '.join(texts))}; give it once")
+        raise InputError(
+            f"--sweep varies one option, and was given {len(texts)} times: {shortened(', '.join(texts))}; give it once"
+        )
     (text,) = texts
     name, equals, values = text.partition("=")
     listed = tuple(value.strip() for value in values.split(","))
