@@ -16,7 +16,7 @@ from tatami.errors import OutputExistsError, TatamiError, warn
 from tatami.model.describing_stages import describe_stages, handed_bytes
 from tatami.model.model import TiledModel
 from tatami.records import Records
-from tatami.report.page import RecordedRun, check_page, write_page
+from tatami.report.page import AT_THE_START, RecordedRun, check_page, write_page
 from tatami.retiling import StagedWatcher, Watcher
 from tatami.runtime.phases import PhaseSpan, PhaseTimes
 from tatami.tiling import at_tiles, link_bytes
@@ -58,7 +58,7 @@ class RunRecorder:
         self.is_wanted = self._whole(lambda: self._model.comm.bcast_object(self._records.wanted))
         self._names = self._model.names
         self._tell_processes(iteration)
-        self._tell_tiling(iteration, why="at the start", speeds=self._speeds())
+        self._tell_tiling(iteration, why=AT_THE_START, speeds=self._speeds())
         self._trace_next(iteration)
 
     def joins(self, *, is_wanted: bool) -> None:

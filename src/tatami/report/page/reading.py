@@ -12,6 +12,9 @@ from tatami.errors import InputError, shortened
 from tatami.inputs import check_input, read_text
 from tatami.report.page.record_shapes import lack_of
 
+AT_THE_START = "at the start"
+"""Why a call of `fit` has the tiling with which it begins."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -31,10 +34,11 @@ class RecordedRun:
 
     @property
     def tilings(self) -> list[Mapping[str, Any]]:
-        """The records of tilings; a `fit` that begins with the tiling of the one before it changes nothing."""
+        """The records of tilings, without those of a `fit` that begins with the tiling that there was."""
         found: list[Mapping[str, Any]] = []
         for record in self.of("tiling"):
-            if not found or any(record.get(name) != found[-1].get(name) for name in ("tiling", "stages")):
+            is_same = found and all(record.get(name) == found[-1].get(name) for name in ("tiling", "stages"))
+            if not (is_same and record.get("why") == AT_THE_START):
                 found.append(record)
         return found
 
@@ -184,7 +188,7 @@ def _elastic(text: str, *, path: Path | str) -> tuple[Mapping[str, Any], ...] | 
         return None
     records: list[Mapping[str, Any]] = []
     if report.get("first_tiling") is not None:
-        first = {"event": "tiling", "iteration": 0, "why": "at the start", "tiling": report["first_tiling"]}
+        first = {"event": "tiling", "iteration": 0, "why": AT_THE_START, "tiling": report["first_tiling"]}
         records.append(_checked(first, where=f"'first_tiling' of {path}"))
     for number, change in enumerate(report["changes"]):
         where = f"'changes[{number}]' of {path}"
