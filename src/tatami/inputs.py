@@ -49,10 +49,10 @@ def read_text(
     *,
     what: str,
     error: type[InputError] = InputError,
-    encoding: str = "utf-8",
+    encoding: str = "utf-8-sig",
     largest_bytes: int | None = LARGEST_TEXT_BYTES,
 ) -> str:
-    """The text of a file, by default of at most 8 MiB. See `check_input`.
+    """The text of a file, by default of at most 8 MiB and without the byte order mark of some editors. See `check_input`.
 
     Raises:
         InputError: as `check_input`; or it cannot be read, or is not text.

@@ -61,6 +61,7 @@ class PlanComparison:
         network: what the network is called; None where it has no name.
         staged: the fastest plan with pipeline stages; None where there is none, or where planners were asked for by name.
         must_be_staged: whether a plan with stages was asked for.
+        is_asked: whether nothing was chosen: one planner was asked for by name, or a plan with stages.
     """
 
     cluster: Cluster
@@ -72,6 +73,7 @@ class PlanComparison:
     network: str | None = None
     staged: StagedPlan | None = None
     must_be_staged: bool = False
+    is_asked: bool = False
 
     @property
     def recommended(self) -> Plan | StagedPlan:
@@ -127,7 +129,7 @@ class PlanComparison:
         with_idle = (self.cost or AlphaBetaCost()).price(best.layout, cluster=self.cluster, workload=self.workload)
         lines = machine_lines(best, cluster=self.cluster, times=self.times)
         parts: list[str | Table] = [
-            recommendation(best, cluster=self.cluster, width=width, with_idle_s=with_idle.total),
+            recommendation(best, cluster=self.cluster, width=width, with_idle_s=with_idle.total, is_asked=self.is_asked),
             machine_table(lines, names=display_names(self.cluster), width=width),
             time_words(best, cluster=self.cluster, found=found, is_measured=self.is_measured, width=width),
             self._table(best, shown=self.plans if everything else (best,)),
@@ -143,7 +145,7 @@ class PlanComparison:
         ideal_s = plan.workload.flop(width=1.0, height=1.0) / speeds
         shown = self.plans if everything else (self.best,) if self.plans else ()
         parts = (
-            staged_recommendation(plan, cluster=self.cluster, width=width, is_asked=self.must_be_staged),
+            staged_recommendation(plan, cluster=self.cluster, width=width, is_asked=self.is_asked),
             machine_table(staged_lines(plan), names=display_names(self.cluster), width=width),
             staged_time_words(plan, ideal_s=ideal_s, cluster=self.cluster, width=width),
             self._table(plan, shown=shown),
@@ -159,6 +161,7 @@ class PlanComparison:
             cluster=self.cluster,
             staged=self.staged,
             network=self.network,
+            is_asked=self.is_asked,
         )
 
     def __str__(self) -> str:
@@ -297,6 +300,7 @@ def compared(
         network=network,
         staged=staged,
         must_be_staged=must_be_staged,
+        is_asked=must_be_staged or (planners is not None and len(planners) == 1 and not with_stages),
     )
     if not isinstance(result.recommended, StagedPlan):  # they say whom the planners leave out
         for each in caught:

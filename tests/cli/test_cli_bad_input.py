@@ -137,6 +137,15 @@ def refused(*arguments: str) -> str:
             "the speeds to emulate differ by a factor of 1e+09; a rank cannot be slowed",
         ),
         (["train", "--save", "/dev/full", "--force"], "/dev/full is a device, and only a regular file can be replaced"),
+        (
+            ["train", "--save", "there.txt"],
+            "--save there.txt is written in the format of safetensors: give it a name",
+        ),
+        (
+            ["train", "--save", "a.safetensors", "--log", "./a.safetensors"],
+            "--save and --log both name a.safetensors: give",
+        ),
+        (["train", "--log", "a.png", "--plot", "a.png"], "--log and --plot both name a.png: give each its own file"),
         (["train", "--log", "/proc/there.jsonl"], "/proc/there.jsonl cannot be written"),
         (["train", "--plot", "/proc/there.png"], "/proc/there.png cannot be written"),
         (["train", "--tensorboard", "/dev/null"], "/dev/null is a device, but a folder is needed; choose another name"),

@@ -1,5 +1,6 @@
 """`tatami plan`: the table, the records, the picture; and that it answers without torch."""
 
+import codecs
 import json
 import re
 import subprocess
@@ -133,6 +134,28 @@ def test_the_answer_comes_in_an_order_and_the_same_plan_once() -> None:
     assert -1 not in places
     assert places == sorted(places)
     assert "srpm" not in text
+    one = " ".join(CliRunner().invoke(app, ["plan", "--speeds", SPEEDS, "--planner", "even"]).stdout.split())
+    assert one.startswith("As asked: data parallelism over all 5 machines")
+    assert "as asked, data parallelism" in one
+    assert "ecommended" not in one
+    several = CliRunner().invoke(app, ["plan", "--speeds", SPEEDS, "--planner", "even,srpm"]).stdout
+    assert several.startswith("Recommended: ")
+    varied = " ".join(CliRunner().invoke(app, ["plan", "--speeds", SPEEDS, "--vary", "samples=8"]).stdout.split())
+    assert varied.endswith(last)
+    assert "Speeds are relative, and 1 is assumed to be 1 Gflop/s" in varied
+
+
+def test_a_terminal_of_no_known_width_and_a_byte_order_mark_are_no_obstacles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "four.toml"
+    file.write_bytes(codecs.BOM_UTF8 + FOUR.encode())
+    monkeypatch.setenv("COLUMNS", "80")
+    known = CliRunner().invoke(app, ["plan", str(file), *GPT])
+    monkeypatch.setenv("COLUMNS", "0")
+    unknown = CliRunner().invoke(app, ["plan", str(file), *GPT])
+    assert (unknown.exit_code, unknown.stdout) == (0, known.stdout)
+    assert "Recommended: " in known.stdout
 
 
 def test_who_has_no_work_and_what_holds_the_others_back_is_said_in_words(tmp_path: Path) -> None:
@@ -198,6 +221,10 @@ def test_stages_are_recommended_where_they_are_faster(tmp_path: Path) -> None:
     assert "leaves out" not in shown
     for words in ("stage pieces", "wte - h.7.mlp", "recommended, pipeline stages", "1 in 2 stages", "a alone"):
         assert words in shown
+    shown = CliRunner().invoke(app, ["plan", *asked, "--stages", "4"]).stdout
+    assert shown.startswith("As asked: ")
+    assert "as asked, pipeline stages" in shown
+    assert "ecommended" not in shown
     four = records(*asked, "--stages", "4", "--micro-batches", "8")[-2]
     assert four["recommended"]
     assert (len(four["stages"]), four["micro_batches"]) == (4, [8])

@@ -86,6 +86,7 @@ def test_machines_of_a_cluster_file(tmp_path: Path) -> None:
         (["server"], "which machines?"),
         ([*SMALL[1:], "--sweep", "luck=1,2"], "'luck' cannot be swept; choose one of: detection,"),
         ([*SMALL[1:], "--sweep", "mtbf="], "--sweep is NAME=A,B,..."),
+        ([*SMALL[1:], "--sweep", "mtbf=1d", "--sweep", "mtbf=2d"], "--sweep varies one option, and was given 2 times"),
         ([*SMALL[1:], "--sweep", "replicas=x"], "--sweep replicas=x"),
         ([*SMALL[1:], "--sweep", "workers=150"], "multiple of it, not 150"),
         ([*SMALL[1:], "--sweep", "resume=later"], "--sweep resume=later"),
@@ -173,6 +174,7 @@ def test_runs_that_end_early_say_why() -> None:
         (["--mtbf", "0", "--machines", "8"], "mtbf_s must be a finite number > 0"),
         (["--mtbf", "1d", "--machines", "8", "--retile"], "--retile is not simulated together with --mtbf"),
         (["--mtbf", "1d", "--machines", "8", "--planner", "even,srpm"], "give one planner"),
+        (["--mtbf", "1d", "--machines", "8", "--planner", "even", "--planner", "srpm"], "give one planner"),
         (["--mtbf", "1d", "--machines", "8", "--copies", "3"], "copies must be 1 or 2"),
     ],
 )
@@ -227,8 +229,10 @@ def test_a_tiled_run_that_is_laid_anew() -> None:
 
 
 def test_planners_side_by_side_and_swept() -> None:
-    found = records(*TILING, "--planner", "even,srpm", "--iterations", "2", "--sweep", "samples=512,1024")
+    asked = (*TILING, "--iterations", "2", "--sweep", "samples=512,1024")
+    found = records(*asked, "--planner", "even,srpm")
     times = {each["planner"]: each["total_s"] for each in found}
+    assert {each["planner"]: each["total_s"] for each in records(*asked, "--planner", "even", "--planner", "srpm")} == times
     assert times["srpm, samples 512"] < times["even, samples 512"] < times["even, samples 1024"]
     code, out, _ = run(*TILING, "--iterations", "2")
     assert code == 0
@@ -272,7 +276,14 @@ def test_what_those_without_work_cost_is_said(tmp_path: Path) -> None:
         ([*TILING, "--slow", "p9:2@1s"], "no processor 'p9'"),
         ([*TILING, "--planner", "best"], "no planner 'best'"),
         ([*TILING, "--mtbf", "2s", "--update", "3"], "--update must be a fraction of an iteration from 0 to below 1, not 3"),
-        ([*TILING, "--sweep", "every=often"], "--sweep every=often"),
+        ([*TILING, "--retile", "--sweep", "every=often"], "--sweep every=often"),
+        ([*TILING, "--sweep", "every=5,10"], "--every is for runs that re-tile: also give --retile"),
+        ([*TILING, "--every", "5"], "--every is for runs that re-tile: also give --retile"),
+        ([*TILING, "--retile", "--stages", "2", "--model", "gpt", "--sweep", "every=5"], "leave out --every"),
+        ([*TILING, "--sweep", "samples=8", "--sweep", "iterations=2"], "given 2 times: samples=8, iterations=2; give it once"),
+        ([*ALLREDUCE, "--sweep", "put=0s", "--sweep", "nodes=2"], "given 2 times: put=0s, nodes=2; give it once"),
+        ([*ALLREDUCE, "-n", "1"], "an all-reduce of 1 rank sends nothing: simulate at least 2 nodes"),
+        ([*ALLREDUCE, "--sweep", "nodes=1,2"], "an all-reduce of 1 rank sends nothing: simulate at least 2 nodes"),
     ],
 )
 def test_bad_input_of_all_reduces_and_tilings(arguments: list[str], said: str) -> None:

@@ -36,7 +36,12 @@ def test_digits_are_learnt_with_the_defaults() -> None:
     assert (record["data"], record["net"], record["ranks"], record["method"]) == ("digits", "64-80-10", 1, "timed")
     assert record["iterations"] == 200
     assert record["accuracy"]["digit"] > 0.95
-    assert record["samples_per_s"] == pytest.approx(1438 / record["iteration_s"])
+
+
+def test_samples_per_second_are_those_of_batches_of_all_sizes() -> None:
+    """20 iterations, 10 of 1,000 samples and 10 of the 438 that are left of an epoch."""
+    record = trained("--iterations", "20", "--batch-size", "1000")
+    assert record["samples_per_s"] == pytest.approx(10 * 1438 / record["seconds"])
 
 
 def test_every_method_ends_with_the_loss_of_one_rank() -> None:

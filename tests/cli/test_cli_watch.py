@@ -1,5 +1,6 @@
 """`tatami watch`: how a run stands, from a log that grows."""
 
+import codecs
 import io
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from tatami.cli.app import app
 from tatami.cli.watch import follow, sparkline
 from tatami.errors import InputError
-from tatami.report.page import GrowingLog
+from tatami.report.page import GrowingLog, read_run
 from tatami.report.page.record_shapes import PHASES
 
 TILES = [
@@ -55,6 +56,12 @@ def test_the_values_of_the_log_are_shown(tmp_path: Path) -> None:
     assert ["p1", "25.0", "%", "0.33", "2", "2", "2", "2", "2", "42", "on", "new"] in lines
 
 
+@pytest.mark.parametrize("loss", [float("nan"), None])
+def test_a_last_loss_that_is_not_a_number_is_shown(tmp_path: Path, loss: float | None) -> None:
+    log = written(tmp_path / "run.jsonl", [*RUN, {**RUN[2], "iteration": 1040, "loss": loss}])
+    assert "loss      2 █ ▁  nan" in CliRunner().invoke(app, ["watch", str(log)]).stdout
+
+
 def test_curves_are_thinned_to_the_width() -> None:
     assert sparkline([float(n) for n in range(800)], columns=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([3.0, None, 3.0], columns=8) == "▁ ▁"
@@ -64,6 +71,9 @@ def test_curves_are_thinned_to_the_width() -> None:
 def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
     log = GrowingLog(tmp_path / "run.jsonl")
     assert log.read() is None
+    marked = written(tmp_path / "marked.jsonl", RUN[:1])
+    marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())
+    assert read_run(marked) == GrowingLog(marked).read()
     written(tmp_path / "run.jsonl", RUN[:2], rest='{"event": "tr')
     first = log.read()
     assert first is not None

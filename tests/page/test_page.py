@@ -1,6 +1,7 @@
 """The page of a run: what it reads, shows and leaves out."""
 
 import json
+import math
 import re
 from functools import partial
 from html.parser import HTMLParser
@@ -194,6 +195,7 @@ def test_the_log_of_an_elastic_run_and_its_repairs_make_one_page(tmp_path: Path)
     repairs.write_text(json.dumps({"changes": [{**change, "moved_units": 4, "tiling": floor}], "first_tiling": floor}))
     log = [record for record in a_run() if record["event"] != "members"]
     run = joined([recorded(log), read_run(repairs)])
+    assert joined([read_run(repairs), recorded(log)]) == run
     facts = facts_of(run)
     assert [step["iteration"] for step in facts.steps] == [0, 40, 80, 120]  # as the log has them
     assert [row["when"] for row in facts.deaths] == ["3.0 s, iteration 25"]
@@ -206,6 +208,21 @@ def test_the_log_of_an_elastic_run_and_its_repairs_make_one_page(tmp_path: Path)
     other = [{**record, "tiling": {**record["tiling"], "samples": 7}} for record in log if record["event"] == "tiling"]
     with pytest.raises(InputError, match=r"these are of different runs, with tilings of \d+ samples by .* and 7 samples by"):
         joined([recorded(log), recorded(other)])
+
+
+def test_a_second_fit_with_the_same_tiling_changes_nothing() -> None:
+    floors = [
+        tiling_record(iteration, [1, 1, part], why="at the start") for iteration, part in ((0, 1), (8, 1), (16, 2), (24, 1))
+    ]
+    run = recorded([each for each in a_run() if each["event"] == "settings"] + floors)
+    assert [step["iteration"] for step in facts_of(run).steps] == [0, 16, 24]
+    assert "<dt>tiling changes</dt><dd>twice</dd>" in page_of(run, title="two calls")
+
+
+@pytest.mark.parametrize("loss", [math.nan, None])
+def test_a_last_loss_that_is_not_a_number_is_shown(loss: float | None) -> None:
+    values = [{"event": "train", "iteration": number, "loss": each} for number, each in enumerate((2.0, 1.0, loss))]
+    assert "<dt>loss</dt><dd>2 to nan</dd>" in page_of(recorded(values), title="nan")
 
 
 def test_a_colour_means_one_thing_and_captions_say_what_is_there() -> None:
@@ -286,7 +303,8 @@ def test_the_trainer_writes_its_page(comm: AbstractCommunicator, tmp_path: Path)
         assert facts.num_checks == len(history.checks)
         assert {row["rank"] for row in facts.phases} == set(model.names)
         assert all(row["ms"] >= 0 for row in facts.phases)
-        assert sum(row["ms"] for row in facts.phases if row["phase"] == "forward") > 0
+        for phase in ("forward", "backward", "update"):
+            assert sum(row["ms"] for row in facts.phases if row["phase"] == phase) > 0
         assert 'type="range"' in path.read_text(encoding="utf-8")
     comm.bcast_object(None)
     trainer.fit(data, batch_size=16, iterations=1)  # writes its own page again
@@ -310,7 +328,7 @@ def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
 
     def iterate(iteration: int, seconds: float) -> None:
         model.phases.last = PhaseTimes(**{f"{phase}_s": seconds for phase in PHASES})
-        recorder.iterated(None, iteration=iteration, epoch=0, loss=1.0, samples_per_s=1.0)
+        recorder.iterated(None, iteration=iteration, epoch=0, loss=1.0, num_samples=10 * iteration, seconds=seconds)
 
     records = Records()
     records.kept = []
@@ -319,11 +337,12 @@ def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
     recorder.begin(iteration=0)
     iterate(1, 1.0)
     lie("p0", "p2")
-    for iteration, seconds in ((2, 100.0), (3, 3.0), (4, 3.0)):
+    for iteration, seconds in ((2, 100.0), (3, 3.0), (4, 3.0), (5, 2.0), (6, 2.0), (7, 2.0), (8, 4.0)):
         iterate(iteration, seconds)
     run = recorded(records.kept)
     assert [(each["iteration"], each["why"]) for each in run.of("tiling")] == [(0, "at the start"), (2, "p1 gone; p2 joined")]
-    (phases,) = run.of("phases")
+    assert [each["samples_per_s"] for each in run.of("train")] == pytest.approx([100 / 107, 260 / 10])
+    phases, _ = run.of("phases")
     assert phases["iterations"] == 2
     assert phases["ranks"] == {"p0": {f"{phase}_s": 6.0 for phase in PHASES}, "p2": {"forward_s": 10.0}}
 

@@ -99,6 +99,13 @@ def test_the_obstacles_sum_to_what_is_above_the_ideal() -> None:
     assert limit.lost_s[Obstacle.CALLS] == pytest.approx(0.1 + len(GPT.blocks) * 1e-3, rel=0.2)
 
 
+def test_what_recomputation_takes_is_named() -> None:
+    kept, _ = found_limits(HOME, replace(GPT, recompute=False))
+    found, limit = found_limits(HOME, replace(GPT, recompute=True))
+    assert limit.lost_s[Obstacle.RECOMPUTATION] == pytest.approx(found.predicted_s - kept.predicted_s)
+    assert next(obstacles(found, cluster=HOME, found=limit))[0] == "recomputing activations"
+
+
 @pytest.mark.parametrize(
     ("link", "obstacle", "words"),
     [

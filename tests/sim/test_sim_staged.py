@@ -168,7 +168,7 @@ def test_the_command_simulates_stages(machines_file: str) -> None:
     [
         (["--stages", "2"], "give --model gpt"),
         ([*GPT, "--stages", "2", "--planner", "srpm"], "leave out --planner"),
-        ([*GPT, "--stages", "2", "--every", "5"], "leave out --every"),
+        ([*GPT, "--stages", "2", "--retile", "--every", "5"], "leave out --every"),
         ([*GPT, "--stages", "9"], "9 stages are more than"),
     ],
 )

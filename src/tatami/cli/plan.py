@@ -18,9 +18,9 @@ from tatami.cluster import Cluster, parse_speeds
 from tatami.errors import InputError, shortened
 from tatami.planning import Answer, PlanComparison, answers, compared, questions
 from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, save
-from tatami.report.recommended import is_same
+from tatami.report.recommended import guess_words, is_same
 from tatami.report.words import wrapped
-from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
+from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.units import format_bandwidth, format_duration
 from tatami.workload import Workload, has_blocks_of
 
@@ -126,10 +126,7 @@ def plan(job: PlanJob) -> None:
     show(*[each for part in parts for each in (part, "")][:-1])
     if job.planner and len(plans) == 1:
         show("", draw_text(found.best.tiling, speeds=_speeds(found.best, machines), width=72))
-    if job.cluster is None and machines.size > 1:
-        link = f"{format_bandwidth(machines.local.bandwidth_bytes_per_s)} and {format_duration(machines.local.latency_s)}"
-        text = f"Given --speeds without a cluster file, all {machines.size} ranks are on one host, with {link} between them."
-        show("", wrapped(text, width=width()))
+    _show_host(job, machines)
     if job.plot is not None:
         show(f"drew {found.best.planner} to {job.plot}")
 
@@ -235,8 +232,19 @@ def _answer(job: PlanJob, machines: Cluster, workload: Workload) -> None:
         show_json([_answer_record(answer) for answer in found])
         return
     show(answer_table(words, found, clusters=[question.cluster for question in asked]))
+    if AlphaBetaCost().scale(machines) != 1.0:
+        show("", guess_words(width=width()))
+    _show_host(job, machines)
     if job.plot is not None:
         show(f"picture: {job.plot}")
+
+
+def _show_host(job: PlanJob, machines: Cluster) -> None:
+    """Say where ranks are that were given as speeds alone."""
+    if job.cluster is None and machines.size > 1:
+        link = f"{format_bandwidth(machines.local.bandwidth_bytes_per_s)} and {format_duration(machines.local.latency_s)}"
+        text = f"Given --speeds without a cluster file, all {machines.size} ranks are on one host, with {link} between them."
+        show("", wrapped(text, width=width()))
 
 
 def _answer_record(answer: Answer) -> dict[str, Any]:

@@ -92,6 +92,8 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
         delay_s = swept_to.get("latency", None if job.latency is None else given("--latency", parse_duration, job.latency))
         machines = chosen_platform(job.preset, job.platform, nodes=swept_to.get("nodes", job.nodes), latency_s=delay_s)
         num_ranks = len(machines.hosts) if job.ranks is None else job.ranks
+        if num_ranks < 2:
+            raise InputError(f"an all-reduce of {num_ranks} rank sends nothing: simulate at least 2 nodes, each a rank")
         if num_ranks > len(machines.hosts):
             raise InputError(f"an all-reduce for {num_ranks} ranks, but {machines.name} has {len(machines.hosts)} hosts")
         for size_bytes in given_sizes("--sizes", job.sizes):

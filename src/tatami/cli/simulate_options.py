@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from tatami.cli.options import optional
-from tatami.errors import InputError
+from tatami.errors import InputError, shortened
 
 if TYPE_CHECKING:
     from tatami.sim.platforms import AbstractPlatform
@@ -21,7 +21,9 @@ PlatformFile = Annotated[
     Path | None, optional("--platform", metavar="FILE", help="Cluster file, or file of groups with backbones.")
 ]
 Cores = Annotated[int | None, typer.Option(min=1, help="Number of parallel runs.", show_default="all cores")]
-SweepOption = Annotated[str | None, optional("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.")]
+SweepOption = Annotated[
+    list[str] | None, optional("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option; not repeated.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +41,20 @@ class Sweep:
             raise InputError(f"--sweep {self.name}={value}: {error}") from None
 
 
-def parse_sweep(text: str | None, *, known: Collection[str]) -> Sweep:
+def parse_sweep(texts: Sequence[str] | None, *, known: Collection[str]) -> Sweep:
     """Parse a sweep such as "mtbf=30d,1y,3y".
 
     Raises:
-        InputError: the text has another form, or names an option that cannot be swept; the message lists those that can.
+        InputError: there are several, or the text has another form, or it names an option that cannot be swept; the message
+            lists those that can.
     """
-    if text is None:
+    if not texts:
         return Sweep(name="", values=(None,))
+    if len(texts) > 1:
+        raise InputError(
+            f"--sweep varies one option, and was given {len(texts)} times: {shortened(', '.join(texts))}; give it once"
+        )
+    (text,) = texts
     name, equals, values = text.partition("=")
     listed = tuple(value.strip() for value in values.split(","))
     if name not in known:

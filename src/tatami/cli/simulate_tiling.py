@@ -51,7 +51,10 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
     ] = None
     speeds: Annotated[str | None, typer.Option(help="Relative speeds of ranks of one host, instead of a file.")] = None
-    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners to simulate.")] = DEFAULT_PLANNER
+    planner: Annotated[
+        list[str] | None,
+        optional(metavar="A,B,...", help=f"Planners to simulate (default {DEFAULT_PLANNER}); may be repeated."),
+    ] = None
     iterations: Annotated[int, typer.Option(min=1, help="Number of iterations.")] = 20
     stages: Annotated[int | None, optional(min=1, help="Pipeline stages of a GPT (--model gpt); 1: none.")] = None
     micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
@@ -78,6 +81,10 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False
 
+    @property
+    def planners(self) -> list[str]:
+        return [name.strip() for each in self.planner or [DEFAULT_PLANNER] for name in each.split(",")]
+
 
 @takes(SimulateTilingJob)
 def simulate_tiling(job: SimulateTilingJob) -> None:
@@ -98,6 +105,8 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         if path is not None:
             check_path(path, force=job.force)
     swept = parse_sweep(job.sweep, known=_SWEPT)
+    if not job.retile and (job.every is not None or swept.name == "every"):
+        raise InputError("--every is for runs that re-tile: also give --retile")
     machines = machines_of(job.cluster, job.speeds)
     labels: list[str] = []
     jobs: list[TilingJob | StagedJob] = []
@@ -115,9 +124,9 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
             if each.processor not in machines.by_name:
                 raise InputError(f"--slow: there is no processor {each.processor!r}{nearest(each.processor, machines.by_name)}")
         changes = (*slowed, *_trace(job.trace, machines, iterations=iterations))
-        for name in job.planner.split(","):
-            labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
-            layout = _layout(job, name.strip(), cluster=machines, workload=workload)
+        for name in job.planners:
+            labels.append(name + (f", {swept.name} {value}" if value else ""))
+            layout = _layout(replace(job, every=every), name, cluster=machines, workload=workload)
             if isinstance(layout, StagedLayout):
                 jobs.append(
                     StagedJob(
@@ -143,7 +152,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
                     retiler=retiler if job.retile else None,
                 )
             )
-    if job.plot_watch is not None and (len(jobs) != 1 or not job.retile or job.every is not None or "every" in swept.name):
+    if job.plot_watch is not None and (len(jobs) != 1 or not job.retile or job.every is not None or swept.name):
         raise InputError("--plot-watch draws one run that is watched: with --retile, without --every, one planner, no --sweep")
     progress = progress_for()
     progress.start("simulating", total=len(jobs), unit="runs")
@@ -242,8 +251,8 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
     }
     if other := [name for name, value in others.items() if value]:
         raise InputError(f"{other[0]} is not simulated together with --mtbf: leave one of them out")
-    if "," in job.planner:
-        raise InputError(f"with --mtbf give one planner, not {shortened(job.planner)!r}")
+    if len(job.planners) > 1:
+        raise InputError(f"with --mtbf give one planner, not {shortened(', '.join(job.planners))!r}")
     if job.machines is not None and (job.cluster is not None or job.speeds is not None):
         raise InputError("which machines? Give --machines, or --speeds, or a cluster file; one of them")
     machines = None if job.machines is not None else machines_of(job.cluster, job.speeds)
@@ -251,7 +260,7 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         job,
         machines=machines,
         workload=_workload(job, machines, samples=job.samples),
-        planner=job.planner,
+        planner=job.planners[0],
         iterations=job.iterations,
         as_json=job.as_json,
     )

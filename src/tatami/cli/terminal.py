@@ -19,6 +19,8 @@ from tatami.report.tables import Table
 RANK_TERMINAL_VARIABLE = "TATAMI_TERMINAL"
 """Set for ranks whose output ends on a terminal although their own streams are pipes: its width in characters."""
 
+_UNKNOWN_WIDTH = 80
+
 
 def show(*parts: str | Text | Table) -> None:
     """Print results for people, on stdout."""
@@ -110,4 +112,7 @@ def _console(stream: TextIO) -> Console:
     given = columns.get(RANK_TERMINAL_VARIABLE)
     if given is not None and given.isdecimal():
         return Console(file=stream, force_terminal=True, width=int(given), highlight=False)
-    return Console(file=stream, highlight=False)
+    console = Console(file=stream, highlight=False)
+    if not console.width:  # COLUMNS=0, with which rich prints nothing: the width is not known
+        console.width = _UNKNOWN_WIDTH
+    return console

@@ -67,7 +67,8 @@ class TrainingOutcome:
 
     @property
     def samples_per_s(self) -> float:
-        return self.batch_size / self.iteration_s
+        """Samples of the last `STEADY` iterations over their seconds; the last batch of an epoch may be smaller."""
+        return sum(self.history.num_samples[-STEADY:]) / sum(self.history.iteration_s[-STEADY:])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome for JSON."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -162,6 +163,13 @@ def check_outputs(job: TrainJob) -> None:
     for path in (job.save, job.log):
         if path is not None:
             check_output(path, force=job.force)
+    if job.save is not None and job.save.suffix != ".safetensors":
+        raise InputError(f"--save {job.save} is written in the format of safetensors: give it a name that ends in .safetensors")
+    paths = {"--save": job.save, "--log": job.log, "--plot": job.plot}
+    named: dict[str, str] = {}
+    for option, path in paths.items():
+        if path is not None and (other := named.setdefault(os.path.realpath(path), option)) != option:
+            raise InputError(f"{other} and {option} both name {path}: give each its own file")
     if job.plot is not None:
         check_path(job.plot, force=job.force)
         blank()

@@ -121,8 +121,7 @@ def _head(run: RecordedRun) -> str:
 
 
 def _curve(name: str, values: Sequence[float | None], *, columns: int) -> Text:
-    known = [value for value in values if value is not None]
-    first, last = (f"{value:.4g}" for value in (known[0], known[-1])) if known else ("-", "-")
+    first, last = ("nan" if value is None else f"{value:.4g}" for value in (values[0], values[-1]))
     room = max(1, columns - 10 - len(first) - len(last) - 4)
     return Text.assemble(f"{name:<10}", (first, "dim"), " ", (sparkline(values, columns=room), "cyan"), " ", (last, "bold"))
 

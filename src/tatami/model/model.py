@@ -524,8 +524,7 @@ class TiledModel(nn.Module):
             watch.end_pass()
         self.thread = threading.get_ident()
         self.phases.enter(IterationPhase.FORWARD)
-        sums_nothing = self._is_alone and (self.stage is None or not self.stage.tied)
-        if sums_nothing and self._reduction is not None and not self._gradients.in_parts:
+        if self.sums_nothing and self._reduction is not None and not self._gradients.in_parts:
             self.outside.adds_terms, self.outside.samples = False, None  # a loop over micro-batches may have gone before
             with recomputable(functools.partial(self._keep, None)):
                 return self._run(inputs, named_inputs)
@@ -565,6 +564,11 @@ class TiledModel(nn.Module):
         phase = _PHASES[moment]
         if moment is not PassMoment.BACKWARD or self.phases.current is not phase:
             self.phases.enter(phase)
+
+    @property
+    def sums_nothing(self) -> bool:
+        """Whether this rank's gradients are those of the global batch, so that its backward pass is torch's own."""
+        return self._is_alone and (self.stage is None or not self.stage.tied)
 
     @property
     def has_parts(self) -> bool:

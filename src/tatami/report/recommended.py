@@ -23,7 +23,9 @@ _NO_FASTER = "no plan that gives them work was predicted to be faster"
 _LEAST_PART = 0.01
 
 
-def recommendation(plan: Plan, *, cluster: Cluster, width: int, with_idle_s: float | None = None) -> str:
+def recommendation(
+    plan: Plan, *, cluster: Cluster, width: int, with_idle_s: float | None = None, is_asked: bool = False
+) -> str:
     """The recommended plan in words, and who has no part in it, in lines of at most `width` characters.
 
     Args:
@@ -31,6 +33,7 @@ def recommendation(plan: Plan, *, cluster: Cluster, width: int, with_idle_s: flo
         cluster: what it was planned for.
         width: characters.
         with_idle_s: seconds of an iteration where the others are started, too; said where they are clearly more.
+        is_asked: whether it is what was asked for, and no recommendation.
     """
     words = plan_words(plan, cluster=cluster)
     idle = without_work(plan.layout.processors, cluster=cluster, reasons=plan.reasons)
@@ -42,7 +45,7 @@ def recommendation(plan: Plan, *, cluster: Cluster, width: int, with_idle_s: flo
     layout, times = plan.layout, plan.workload.passes(recomputes=True)
     otherwise = memory_bytes(layout.keeping, workload=plan.workload, cluster=cluster.only(layout.processors))
     again = recomputing_words(plan, otherwise, times=times, cluster=cluster)
-    return wrapped(f"Recommended: {words}.{again}{idle}", width=width)
+    return wrapped(f"{'As asked' if is_asked else 'Recommended'}: {words}.{again}{idle}", width=width)
 
 
 def recomputing_words(plan: Plan | StagedPlan, otherwise: Mapping[str, float], *, times: float, cluster: Cluster) -> str:
@@ -107,12 +110,17 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
     for what, seconds in lost:
         lines.append(wrapped(f"  {seconds_words(seconds):>{most}}  {what}", width=width, indent=" " * (most + 4)))
     if not is_measured:
-        guess = (
-            f"Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times and costs of sending are guesses. "
-            "Measure speeds with `tatami probe`, or give them in flop/s."
-        )
-        lines.append(wrapped(guess, width=width))
+        lines.append(guess_words(width=width))
     return "\n".join(lines)
+
+
+def guess_words(*, width: int) -> str:
+    """What relative speeds say of seconds, in lines of at most `width` characters."""
+    guess = (
+        f"Speeds are relative, and 1 is assumed to be {format_speed(FLOP_PER_S)}: times and costs of sending are guesses. "
+        "Measure speeds with `tatami probe`, or give them in flop/s."
+    )
+    return wrapped(guess, width=width)
 
 
 def plan_table(
@@ -124,6 +132,7 @@ def plan_table(
     cluster: Cluster,
     staged: StagedPlan | None = None,
     network: str | None = None,
+    is_asked: bool = False,
 ) -> Table:
     """One machine alone, weighted data parallelism, the recommended plan, those of other planners, and pipeline stages.
 
@@ -136,19 +145,21 @@ def plan_table(
         cluster: what they were planned for.
         staged: the best plan with stages; None where there is none.
         network: what it is called in the title.
+        is_asked: whether the best one is what was asked for, and no recommendation.
     """
+    chosen = "as asked" if is_asked else "recommended"
     alone_words = "one machine alone" if alone is None else f"{display_names(cluster)[alone.layout.processors[0]]} alone"
     candidates = [(alone_words, alone), ("weighted data parallelism", weighted)]
-    candidates += [("recommended", best)] if isinstance(best, Plan) else []
+    candidates += [(chosen, best)] if isinstance(best, Plan) else []
     words_of = {DEFAULT_PLANNER: "without stages"} if staged is best and len(plans) == 1 else {}  # its name was not asked for
     candidates += [(words_of.get(plan.planner, plan.planner), plan) for plan in plans if plan not in (best, weighted)]
     rows: list[tuple[Plan | StagedPlan | None, list[str]]] = []
     if staged is not None:
-        rows.append((staged, ["recommended", "pipeline stages"] if staged is best else ["pipeline stages"]))
+        rows.append((staged, [chosen, "pipeline stages"] if staged is best else ["pipeline stages"]))
     for words, plan in candidates:
         same = next((own for other, own in rows if plan and isinstance(other, Plan) and is_same(plan, other)), None)
         if same is None:
-            kind = [_kind(plan)] if words == "recommended" and isinstance(plan, Plan) else []
+            kind = [_kind(plan)] if words == chosen and isinstance(plan, Plan) else []
             rows.append((plan, [words, *kind, *([plan.planner] if plan is best and plan.planner != DEFAULT_PLANNER else [])]))
         elif words not in same:
             same.append(words)
@@ -165,7 +176,10 @@ def plan_table(
         }
         for plan, labels in rows
     ]
-    row = next(index for index, (_, labels) in enumerate(rows) if "recommended" in labels)
+    if is_asked:
+        row = min((plan.predicted_s, index) for index, (plan, _) in enumerate(rows) if plan is not None)[1]
+    else:
+        row = next(index for index, (_, labels) in enumerate(rows) if chosen in labels)
     samples = best.workload.samples
     sized = f"{samples:,} sample{'s' if samples > 1 else ''} per iteration"
     title = f"Comparison for {f'{network} and ' if network else ''}{sized}:"
@@ -268,6 +282,7 @@ _WORDS = {
     Obstacle.MESSAGES: "CPU time of sending, receiving and copying messages",
     Obstacle.CALLS: "calls, which cost the same for small and large shares",
     Obstacle.SCATTER: "variation of measured speeds: all wait for the slowest",
+    Obstacle.RECOMPUTATION: "recomputing activations",
     Obstacle.SHARES: "uneven shares (whole samples and units, memory) and work that replicas repeat",
 }
 

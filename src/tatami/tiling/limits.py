@@ -23,6 +23,7 @@ class Obstacle(Enum):
     MESSAGES = "messages"
     CALLS = "calls"
     SCATTER = "scatter"
+    RECOMPUTATION = "recomputation"
     SHARES = "shares"
     UNUSED = "unused"
 
@@ -59,6 +60,10 @@ def limits(plan: Plan, *, cluster: Cluster, cost: AlphaBetaCost | None = None) -
         cluster = without(cluster)
         after_s = replace(cost, flop_per_s=scale).price(layout, cluster=cluster, workload=workload).total
         lost_s[obstacle] = before_s - after_s
+        before_s = after_s
+    if layout.recomputes:
+        after_s = replace(cost, flop_per_s=scale).price(layout.keeping, cluster=cluster, workload=workload).total
+        lost_s[Obstacle.RECOMPUTATION] = before_s - after_s
         before_s = after_s
     lost_s[Obstacle.SHARES] = before_s - used_s
     lost_s[Obstacle.UNUSED] = used_s - ideal_s

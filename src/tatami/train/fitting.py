@@ -164,6 +164,7 @@ class Fit:
             check = self._retile()
             self.history.losses.append(updated.loss)
             self.history.iteration_s.append(setup.clock.now_s() - start_s)
+            self.history.num_samples.append(updated.samples)
             position.epoch_loss += updated.loss * (updated.samples if setup.model.reduction == "mean" else 1)
             position.epoch_samples += updated.samples
             if setup.learning_rate is not None:
@@ -323,14 +324,14 @@ class Fit:
 
     def _record(self, check: Check | None, updated: Updated) -> None:
         setup, position, history = self._setup, self._position, self.history
-        rate = updated.samples / max(history.iteration_s[-1], 1e-9)
         setup.progress.advance(updated.samples, fields={"loss": f"{updated.loss:.4g}"})
         self._recorder.iterated(
             check,
             iteration=position.iteration,
             epoch=position.epoch,
             loss=updated.loss,
-            samples_per_s=rate,
+            num_samples=updated.samples,
+            seconds=history.iteration_s[-1],
             watcher=setup.retiling.watcher if setup.retiling is not None else None,
         )
         if check is not None:

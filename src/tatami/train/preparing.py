@@ -121,6 +121,7 @@ class History:
     Attributes:
         losses: of every iteration: the loss over the samples of its update, before it.
         iteration_s: of every iteration, as rank 0 saw it.
+        num_samples: of every iteration: the samples of its update, over all ranks.
         checks: every look at the balance.
         validation: of every epoch, where validation data were given.
         stopped: why it ended.
@@ -128,6 +129,7 @@ class History:
 
     losses: list[float] = field(default_factory=list)
     iteration_s: list[float] = field(default_factory=list)
+    num_samples: list[int] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     validation: list[dict[str, float]] = field(default_factory=list)
     stopped: Stopped = "epochs"

@@ -16,7 +16,7 @@ from tatami.errors import OutputExistsError, TatamiError, warn
 from tatami.model.describing_stages import describe_stages, handed_bytes
 from tatami.model.model import TiledModel
 from tatami.records import Records
-from tatami.report.page import RecordedRun, check_page, write_page
+from tatami.report.page import AT_THE_START, RecordedRun, check_page, write_page
 from tatami.retiling import StagedWatcher, Watcher
 from tatami.runtime.phases import PhaseSpan, PhaseTimes
 from tatami.tiling import at_tiles, link_bytes
@@ -46,6 +46,7 @@ class RunRecorder:
         self._model, self._records, self._every, self._whole = model, records, every, whole
         self._spent_s: dict[str, float] = {}
         self._num_spent = 0
+        self._num_samples, self._seconds = 0, 0.0  # since the last record of the loss
         self._watched_to = 0
         self._names: tuple[str, ...] | None = None
         self._laid_at = 0
@@ -67,7 +68,7 @@ class RunRecorder:
         self.is_wanted = self._whole(lambda: decided_on_root(self._model.comm, is_wanted))
         self._names, self._writes = self._model.names, self._model.comm.rank == 0
         self._tell_processes(iteration)
-        self._tell_tiling(iteration, why="at the start", speeds=self._speeds())
+        self._tell_tiling(iteration, why=AT_THE_START, speeds=self._speeds())
         self._trace_next(iteration)
 
     def joins(self, *, is_wanted: bool) -> None:
@@ -81,12 +82,15 @@ class RunRecorder:
         iteration: int,
         epoch: int,
         loss: float,
-        samples_per_s: float,
+        num_samples: int,
+        seconds: float,
         watcher: Watcher | StagedWatcher | None = None,
     ) -> None:
         """After every iteration. Collective where `every` of them are full, or the tiling changes."""
         if not self.is_wanted:
             return
+        self._num_samples += num_samples
+        self._seconds += seconds
         before, self._names = self._names, self._model.names
         if before is None or before == self._names:
             self._add(self._model.phases.last)
@@ -113,7 +117,9 @@ class RunRecorder:
             self._tell_timeline(iteration)
             self._trace_next(iteration)
         if is_due:
-            self.write("train", iteration=iteration, values={"epoch": epoch, "loss": loss, "samples_per_s": samples_per_s})
+            rate = self._num_samples / max(self._seconds, 1e-9)
+            self._num_samples, self._seconds = 0, 0.0
+            self.write("train", iteration=iteration, values={"epoch": epoch, "loss": loss, "samples_per_s": rate})
 
     def ended(self, stopped: str, *, iteration: int) -> None:
         """`fit` has come to its end; `stopped` says by which limit."""

@@ -12,6 +12,9 @@ from tatami.errors import InputError, shortened
 from tatami.inputs import check_input, read_text
 from tatami.report.page.record_shapes import lack_of
 
+AT_THE_START = "at the start"
+"""Why a call of `fit` has the tiling with which it begins."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -28,6 +31,16 @@ class RecordedRun:
     def of(self, *events: str) -> list[Mapping[str, Any]]:
         """The records of these events, in their order."""
         return [record for record in self.records if record["event"] in events]
+
+    @property
+    def tilings(self) -> list[Mapping[str, Any]]:
+        """The records of tilings, without those of a `fit` that begins with the tiling that there was."""
+        found: list[Mapping[str, Any]] = []
+        for record in self.of("tiling"):
+            is_same = found and all(record.get(name) == found[-1].get(name) for name in ("tiling", "stages"))
+            if not (is_same and record.get("why") == AT_THE_START):
+                found.append(record)
+        return found
 
 
 def read_run(path: Path | str) -> RecordedRun:
@@ -63,13 +76,14 @@ def joined(runs: Sequence[RecordedRun]) -> RecordedRun:
     """One run that several files tell of: the log of an elastic run's Trainer, and the report of its repairs.
 
     Args:
-        runs: what was read; the tilings are those of the first that has any.
+        runs: what was read, in any order; the tilings are those of the log, where it has any.
 
     Raises:
         InputError: two of them tell of losses, or their tilings are not of one run.
     """
     if sum(bool(run.of("train", "round")) for run in runs) > 1:
         raise InputError("these are logs of two runs, and a page is of one: give one log, and the report of its repairs")
+    runs = sorted(runs, key=lambda run: not run.of("train", "round", "processes"))  # the log, and then the repairs
     floors = [_first_floor(run) for run in runs if run.of("tiling")]
     for floor in floors[1:]:
         if floor[0] != floors[0][0] or not floor[1] & floors[0][1]:
@@ -122,7 +136,7 @@ class GrowingLog:
         with self._path.open("rb") as file:
             file.seek(self._read_bytes)
             whole, newline, _ = file.read().rpartition(b"\n")
-        for line in whole.decode("utf-8", errors="replace").split("\n") if newline else ():
+        for line in whole.decode("utf-8-sig", errors="replace").split("\n") if newline else ():
             self._num_lines += 1
             self._records.append(_record(line, where=f"line {self._num_lines} of {self._path}"))
         self._read_bytes += len(whole) + len(newline)
@@ -174,7 +188,7 @@ def _elastic(text: str, *, path: Path | str) -> tuple[Mapping[str, Any], ...] | 
         return None
     records: list[Mapping[str, Any]] = []
     if report.get("first_tiling") is not None:
-        first = {"event": "tiling", "iteration": 0, "why": "at the start", "tiling": report["first_tiling"]}
+        first = {"event": "tiling", "iteration": 0, "why": AT_THE_START, "tiling": report["first_tiling"]}
         records.append(_checked(first, where=f"'first_tiling' of {path}"))
     for number, change in enumerate(report["changes"]):
         where = f"'changes[{number}]' of {path}"

@@ -85,7 +85,7 @@ def facts_of(run: RecordedRun) -> RunFacts:
     facts = RunFacts()
     if run.cut_off:
         facts.notes.append("The last line of the records ends in the middle and is left out: the run was killed as it wrote.")
-    _add_floors(facts, run.of("tiling"))
+    _add_floors(facts, run.tilings)
     _add_phases(facts, run.of("phases"))
     _add_timeline(facts, run.of("timeline"))
     _add_curves(facts, run)

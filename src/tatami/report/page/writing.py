@@ -223,14 +223,15 @@ def _slider(facts: RunFacts) -> str:
 
 
 def _summary(run: RecordedRun, facts: RunFacts) -> str:
-    losses = [row["loss"] for row in facts.losses if row["what"] == "training" and row["loss"] is not None]
+    values = [row["loss"] for row in facts.losses if row["what"] == "training"]
+    losses = ["nan" if value is None else f"{value:.4g}" for value in values]
     last = max((record["iteration"] for record in run.records if "iteration" in record), default=0)
-    changed = sum(record["decision"] != "keep" for record in run.of("check")) or max(0, len(run.of("tiling")) - 1)
+    changed = sum(record["decision"] != "keep" for record in run.of("check")) or max(0, len(run.tilings) - 1)
     numbers = {
         "ranks": str(len(facts.ranks)) if facts.ranks else "not recorded",
         **({"pipeline stages": str(facts.steps[-1]["stages"])} if facts.steps and facts.steps[-1]["stages"] else {}),
         "last iteration recorded": f"{last:,}",
-        "loss": f"{losses[0]:.4g} to {losses[-1]:.4g}" if losses else "not recorded",
+        "loss": f"{losses[0]} to {losses[-1]}" if losses else "not recorded",
         "tiling changes": _times(changed),
         "deaths and other changes of the ranks": str(len(facts.deaths)) if facts.deaths else "none recorded",
     }
