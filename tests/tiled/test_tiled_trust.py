@@ -679,7 +679,7 @@ def test_a_weight_that_is_trained_outside_of_the_network(world: World, make: Any
     def body(comm: AbstractCommunicator) -> None:
         model = make(networks[comm.rank], comm, *([data(comm.size)] if make is tiled else []))
         x, classes = model.local(batch()[0], CLASSES)
-        F.cross_entropy(model(outside[comm.rank](x)), classes).backward()
+        F.cross_entropy(model(outside[comm.rank](x)), classes).backward()  # type: ignore[no-untyped-call]
 
     with pytest.warns(UserWarning, match=r"a weight of shape \(6.* is in none of the networks which are tiled.* drift apart"):
         world(body)
