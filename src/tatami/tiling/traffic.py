@@ -253,12 +253,16 @@ def sum_schedule(hosts: Sequence[str], *, size: int, element_bytes: int) -> Sche
 
 
 def sum_schedules(hosts: Sequence[str], *, size: int, element_bytes: int, byte_s: float) -> list[Schedule]:
-    """The same in pieces that are summed at once, one after the other; in one over fast links, as messages cost time, too.
+    """The same in pieces that are summed at once, one after the other.
+
+    In one over fast links, as messages cost time, too, and for two ranks, which need one round.
 
     Args:
+        hosts: of the ranks.
+        size, element_bytes: of the vector, as `sum_schedule` has them.
         byte_s: seconds that a byte takes over the slowest link.
     """
-    message_s = size * element_bytes / max(1, len(hosts)) * byte_s
+    message_s = size * element_bytes / max(1, len(hosts)) * byte_s if len(hosts) > 2 else 0.0
     pieces = max(1, min(_MOST_PIECES, int(message_s / _LEAST_MESSAGE_S)))
     stops = [size * piece // pieces for piece in range(pieces + 1)]
     return [sum_schedule(hosts, size=stop - start, element_bytes=element_bytes) for start, stop in pairwise(stops)]
