@@ -19,9 +19,8 @@ from torch import nn
 
 pytest.importorskip("ray")
 
-from train_rig import train_with
+from train_rig import flat, loss_fn, model_fn, train_with
 
-from tatami.datasets.load import load
 from tatami.engine import crew
 from tatami.engine.crew import Pool
 from tatami.engine.ray_engine import engine
@@ -34,7 +33,6 @@ from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ig
 from tatami.testing.faulty import Crash, Crashes, Death
 
 ROUNDS = 5
-CORPUS = Path(os.environ.get("TATAMI_NETTALK", Path(__file__).parents[3] / "shared" / "data" / "nettalk.data"))
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X[:, :2])
 SETTINGS: dict[str, Any] = {
@@ -52,18 +50,6 @@ HANGS_AFTER_S = 15.0
 ALONE = {"workers": 1, "servers": 1, "spares": 0}
 # Each phase in another round, the first and the last among them; process 3 is the spare that came for process 0.
 A_DEATH_IN_EVERY_PHASE = Crashes([Crash(process=number, round=number, phase=phase) for number, phase in enumerate(TaskPhase)])
-
-
-def model_fn() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((output - target) ** 2).mean()
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def run(**changes: Any) -> tuple[torch.Tensor, RunReport]:
@@ -181,27 +167,6 @@ def test_a_start_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(TrainingError, match=r"(worker process|server) 0 was not up 1 s after it was started"):
         train_with(model_that_is_never_built, loss_fn, **SETTINGS | ALONE)
-
-
-@pytest.mark.parametrize("name", ["digits", "nettalk"])
-def test_real_data_is_learnt_whoever_dies(name: str) -> None:
-    if name == "nettalk" and not CORPUS.exists():
-        pytest.skip(f"no NETtalk corpus at {CORPUS} (TATAMI_NETTALK names another place)")
-    data = load(name, path=CORPUS if name == "nettalk" else None, samples=256)
-    inputs, outputs = data.x.shape[1], data.outputs
-    finals = []
-    for crashes in ([], [Crash(process=2, round=4, phase=TaskPhase.COMPUTE)]):
-        model, report = train_with(
-            lambda: nn.Sequential(nn.Linear(inputs, 40), nn.Tanh(), nn.Linear(40, outputs)),
-            nn.BCEWithLogitsLoss(),
-            **SETTINGS
-            | {"dataset": (data.x, data.y), "rounds": 24, "batch_size": 64, "clip_norm": None, "optimizer": SGD(lr=2.0)}
-            | {"on_phase": Crashes(crashes), "spares": len(crashes)},
-        )
-        assert len(report.failures) == len(crashes)
-        assert report.losses[-1] < 0.6 * report.losses[0]
-        finals.append(flat(model))
-    assert torch.equal(*finals)
 
 
 def test_ignore_goes_on_at_once_and_applies_every_round() -> None:
