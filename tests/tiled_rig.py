@@ -281,6 +281,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 Tensors = Mapping[str, torch.Tensor | None]
 
 
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{what}: {n}: {m}")  # type: ignore[misc]
+
+
 def assert_close(actual: Tensors, expected: Tensors, *, what: str, rounding: Mapping[str, float] | None = None) -> None:
     """Equal up to the relative tolerance of the dtype, tensor by tensor.
 

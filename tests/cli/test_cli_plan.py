@@ -67,22 +67,6 @@ def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
         assert record["gap"] >= -1e-9
 
 
-def test_more_processors_than_units_are_laid_in_data_parallel_replicas() -> None:
-    for record in records("--speeds", ",".join(["1"] * 100), "--samples", "1000")[:-1]:
-        assert record["left_out"] == []
-        assert sum(record["samples"]) == 1000
-
-
-def test_more_processors_than_samples_share_them_or_are_left_out() -> None:
-    answer = [record for record in records("--speeds", "1,1,1", "--samples", "2") if "left_out" in record]
-    for record in answer:
-        assert sum(record["samples"]) == 2
-        placed = [name for replica in record["replicas"] for name in replica]
-        assert sorted([*placed, *record["left_out"]]) == ["p0", "p1", "p2"]
-    assert any(record["left_out"] for record in answer)
-    assert any(not record["left_out"] for record in answer)
-
-
 def test_planner_restricts_and_may_be_given_again() -> None:
     answer = records("--speeds", SPEEDS, "--planner", "weighted", "--planner", "even")
     assert [record["planner"] for record in answer] == ["weighted", "even"]

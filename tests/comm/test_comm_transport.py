@@ -66,10 +66,6 @@ def test_two_ranks_on_one_card_go_through_the_host_with_a_hint() -> None:
     assert route.hint == "start as many ranks on each host as it has cards"
 
 
-def test_cards_of_the_same_number_on_two_hosts_are_two_cards() -> None:
-    assert choose_route([card(0, host="a"), card(0, host="b")]).transport is Transport.NCCL
-
-
 def test_mpi_is_taken_only_where_the_library_says_so() -> None:
     without = [card(0, has_nccl=False), card(1, has_nccl=False)]
     assert choose_route(without).transport is Transport.HOST

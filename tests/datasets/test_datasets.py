@@ -224,10 +224,6 @@ def test_decoding_undoes_coding_at_any_length(phonemes: str, data: st.DataObject
     assert decode(dataset.y * scale) == (phonemes, stresses)
 
 
-def test_every_phoneme_comes_back() -> None:
-    assert nearest(torch.from_numpy(CODES)).tolist() == list(range(55))
-
-
 def test_of_two_equally_near_the_earlier_in_the_table() -> None:
     codes = torch.nn.functional.normalize(torch.from_numpy(CODES).double())
     halfway = codes[[PHONEMES.index("p"), PHONEMES.index("b")]].sum(dim=0, keepdim=True)

@@ -31,29 +31,20 @@ def grad_of(x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("second_first", [False, True])
-def test_two_sends_do_not_swap_their_gradients(comm: AbstractCommunicator, second_first: bool) -> None:
+@pytest.mark.parametrize("tags", [(0, 0), (5, 4_000_000_000)])
+def test_two_sends_do_not_swap_their_gradients(comm: AbstractCommunicator, second_first: bool, tags: tuple[int, int]) -> None:
+    """Those with tags are received in the other order."""
     if comm.rank == 0:
         z1, z2 = scalar(1), scalar(2)
-        functions.send(z1, comm, dest=1)
-        functions.send(z2, comm, dest=1)
+        functions.send(z1, comm, dest=1, tag=tags[0])
+        functions.send(z2, comm, dest=1, tag=tags[1])
         functions.backward()
         assert (grad_of(z1), grad_of(z2)) == (10, 100)
         return
-    y1, y2 = functions.recv(comm, source=0), functions.recv(comm, source=0)
-    (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
-
-
-def test_tags_are_received_in_any_order(comm: AbstractCommunicator) -> None:
-    if comm.rank == 0:
-        z1, z2 = scalar(1), scalar(2)
-        functions.send(z1, comm, dest=1, tag=5)
-        functions.send(z2, comm, dest=1, tag=4_000_000_000)
-        functions.backward()
-        assert (grad_of(z1), grad_of(z2)) == (10, 100)
-        return
-    y2, y1 = functions.recv(comm, source=0, tag=4_000_000_000), functions.recv(comm, source=0, tag=5)
+    came = {number: functions.recv(comm, source=0, tag=tags[number - 1]) for number in ((2, 1) if any(tags) else (1, 2))}
+    y1, y2 = came[1], came[2]
     assert (y1.item(), y2.item()) == (1, 2)
-    (10 * y1 + 100 * y2).backward()
+    (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
 
 
 def test_the_manuals_two_sends(comm: AbstractCommunicator) -> None:
@@ -71,27 +62,19 @@ def test_the_manuals_two_sends(comm: AbstractCommunicator) -> None:
     (10 * y1 * y2).backward()
 
 
-def test_a_received_tensor_that_reaches_no_loss_sends_zeros(comm: AbstractCommunicator) -> None:
+@pytest.mark.parametrize("in_a_tuple", [False, True])
+def test_a_received_tensor_that_reaches_no_loss_sends_zeros(comm: AbstractCommunicator, in_a_tuple: bool) -> None:
     if comm.rank == 0:
         used, unused = scalar(1), scalar(2)
-        functions.send(used, comm, dest=1)
-        functions.send(unused, comm, dest=1)
+        for sent in [(used, unused)] if in_a_tuple else [used, unused]:
+            functions.send(sent, comm, dest=1)
         functions.backward()
         assert (grad_of(used), grad_of(unused)) == (3, 0)
         return
-    y = functions.recv(comm, source=0)
-    functions.recv(comm, source=0)
+    y = functions.recv(comm, source=0)[0] if in_a_tuple else functions.recv(comm, source=0)
+    if not in_a_tuple:
+        functions.recv(comm, source=0)
     (3 * y).backward()
-
-
-def test_an_unused_member_of_a_tuple_sends_zeros(comm: AbstractCommunicator) -> None:
-    if comm.rank == 0:
-        used, unused = scalar(1), scalar(2)
-        functions.send((used, unused), comm, dest=1)
-        functions.backward()
-        assert (grad_of(used), grad_of(unused)) == (3, 0)
-        return
-    (3 * functions.recv(comm, source=0)[0]).backward()
 
 
 @pytest.mark.ranks(2, 3, 4)

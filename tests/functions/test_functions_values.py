@@ -65,17 +65,6 @@ def test_dicts_in_another_order_are_not_summed(comm: AbstractCommunicator) -> No
         functions.allreduce(value, comm)
 
 
-@pytest.mark.ranks(2, 3)
-def test_messages_of_megabytes(comm: AbstractCommunicator) -> None:
-    """Which travel in pieces by MPI."""
-    x = (torch.arange(400_000, dtype=torch.float64) + comm.rank).requires_grad_()
-    (came,) = OPERATIONS["sendrecv"].call(x, comm, 0, cut)
-    functions.backward((came * (comm.rank + 1)).sum())
-    assert torch.equal(came.detach(), x.detach() - comm.rank + (comm.rank - 1) % comm.size)
-    assert x.grad is not None
-    assert set(x.grad.tolist()) == {(comm.rank + 1) % comm.size + 1}
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_dtype_stays(comm: AbstractCommunicator, name: str, dtype: torch.dtype) -> None:
@@ -181,9 +170,9 @@ def test_gradients_of_a_structure(comm: AbstractCommunicator) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("num_values", [1, 90, 1000, 1024, 8000, 8192, 200_000])
+@pytest.mark.parametrize("num_values", [1, 90, 1000, 1024, 8000, 8192, 200_000, 800_000])
 def test_all_sizes_cross(comm: AbstractCommunicator, num_values: int) -> None:
-    """Both send first: nobody waits for the other to receive."""
+    """Both send first: nobody waits for the other to receive. Megabytes travel in pieces by MPI."""
     x = torch.full((num_values,), float(comm.rank + 1), requires_grad=True)
     functions.send(x, comm, dest=1 - comm.rank)
     y = functions.recv(comm, source=1 - comm.rank)

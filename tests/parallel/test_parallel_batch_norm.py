@@ -136,25 +136,6 @@ def test_single_precision(world: World) -> None:
     check_against_whole_batch(world, space="2d", counts=SAMPLES["uneven"], settings={}, dtype=torch.float32, atol=1e-5)
 
 
-@pytest.mark.ranks(2)
-def test_the_references_case_that_was_wrong(world: World) -> None:
-    """ChainerMN with 4 and 12 samples: outputs off by 0.3, and other running variances on each rank."""
-    x = draw((16, CHANNELS), seed=5, dtype=torch.float32) + torch.arange(16.0).view(-1, 1)
-    whole = nn.BatchNorm1d(CHANNELS)
-    expected = whole(x).detach()
-
-    def body(comm: AbstractCommunicator) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = MultiNodeBatchNorm(CHANNELS, comm)
-        output = norm(x[:4] if comm.rank == 0 else x[4:]).detach()
-        assert norm.running_var is not None
-        return output, norm.running_var
-
-    ran = world(body)
-    assert (torch.cat([output for output, _ in ran]) - expected).abs().max() < 1e-6
-    for _, variance in ran:
-        torch.testing.assert_close(variance, whole.running_var, rtol=1e-6, atol=0)
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-12)])
 def test_a_mean_far_from_zero_keeps_its_variance(comm: AbstractCommunicator, dtype: torch.dtype, rtol: float) -> None:

@@ -252,16 +252,6 @@ def test_what_only_some_ranks_use_and_what_nobody_uses(comm: AbstractCommunicato
     model.close()
 
 
-def test_a_rank_without_samples(comm: AbstractCommunicator) -> None:
-    model, plain = DataParallel(network(0), comm), network(0)
-    x, y = batch(1)
-    mine = slice(0, 3) if comm.rank == comm.size - 1 else slice(0, 0)
-    mse(model(x[mine]), y[mine]).backward()
-    mse(plain(x), y).backward()
-    assert_same(gradients(model.module), gradients(plain))
-    model.close()
-
-
 @pytest.mark.parametrize(("wire", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("algorithm", [None, "ring"])
 def test_gradients_that_travel_narrower(world: World, wire: torch.dtype, tolerance: float, algorithm: str | None) -> None:

@@ -155,24 +155,6 @@ def test_a_layer_added_later_is_that_of_rank_0_and_in_the_next_step(comm: Abstra
     optimizer.close()
 
 
-def test_double_buffering_applies_the_gradients_of_the_step_before(comm: AbstractCommunicator) -> None:
-    """As in ChainerMN's checklist: nothing is applied by the first step, and the second applies the first's mean."""
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, double_buffering=True)
-    mean = (comm.size - 1) / 2
-    seen = []
-    for step in range(3):
-        weight.grad = torch.full((3,), comm.rank + 10.0 * step)
-        optimizer.step()
-        seen.append(weight[0].item())
-    assert seen == [0.0, -mean, -mean - (mean + 10)]
-    with pytest.raises(InputError, match="a closure computes gradients for this step"):
-        optimizer.step(lambda: 0.0)
-    optimizer.flush()
-    assert weight[0].item() == seen[-1] - (mean + 20)
-    optimizer.close()
-
-
 def test_gradients_that_only_some_ranks_have_and_that_nobody_has(comm: AbstractCommunicator) -> None:
     some, nobody = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
     optimizer = MultiNodeOptimizer(torch.optim.SGD([some, nobody], lr=1.0, weight_decay=0.5), comm)
@@ -252,6 +234,8 @@ def test_what_can_not_be_is_told_on_all_ranks(comm: AbstractCommunicator) -> Non
     weight.grad = None
     with pytest.raises(InputError, match="weighted=False, but num_samples=3"):
         optimizer.step(num_samples=3)
+    with pytest.raises(InputError, match="a closure computes gradients for this step"):
+        MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm, double_buffering=True).step(lambda: 0.0)
 
 
 def test_a_scaler_is_refused_where_there_are_several_ranks(comm: AbstractCommunicator) -> None:

@@ -50,13 +50,6 @@ def test_it_never_costs_more_than_twice_the_oracle(changes: list[tuple[float, li
         assert paid <= 2 * oracle * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
-@given(change=CHANGE)
-def test_a_single_change_costs_at_most_twice_its_own_oracle(change: tuple[float, list[float]]) -> None:
-    paid, oracle = play([change])
-    assert paid <= 2 * oracle * (1 + 1e-9)
-
-
 def test_the_bound_is_reached_where_the_change_ends_as_soon_as_the_price_was_paid() -> None:
     paid, oracle = play([(10.0, [1.0] * 11)])
     assert (paid, oracle) == (20.0, 10.0)

@@ -178,26 +178,19 @@ def test_a_thousand_processors_are_checked_in_time_and_told_briefly() -> None:
     assert trial.imbalance < 1.25
 
 
-def test_the_slope_of_equal_iterations_is_work_over_time() -> None:
-    assert ability([(0.5, 10.0)] * 6) == pytest.approx(20.0)
-
-
-def test_the_slope_of_unequal_iterations_by_hand() -> None:
-    # Points (1, 2), (2, 4), (4, 6): means 7/3 and 4; sum of products 6, of squares 42/9.
-    assert ability([(1.0, 2.0), (1.0, 2.0), (2.0, 2.0)]) == pytest.approx(6 / (42 / 9))
-
-
-def test_one_point_falls_back_to_its_mean() -> None:
-    assert ability([(2.0, 10.0)]) == 5.0
-
-
-def test_a_slope_that_is_not_positive_falls_back_to_the_mean() -> None:
-    assert ability([(2.0, 8.0), (0.0, 2.0), (0.0, 0.0)]) == 5.0
-
-
-@pytest.mark.parametrize("points", [[], [(0.0, 5.0)] * 3, [(1.0, 0.0)] * 3])
-def test_no_time_or_no_work_says_nothing(points: list[tuple[float, float]]) -> None:
-    assert ability(points) is None
+@pytest.mark.parametrize(
+    ("points", "speed"),
+    [
+        pytest.param([(0.5, 10.0)] * 6, 20.0, id="work over time of equal iterations"),
+        # Points (1, 2), (2, 4), (4, 6): means 7/3 and 4; sum of products 6, of squares 42/9.
+        pytest.param([(1.0, 2.0), (1.0, 2.0), (2.0, 2.0)], 6 / (42 / 9), id="the slope of unequal iterations"),
+        pytest.param([(2.0, 10.0)], 5.0, id="the mean of one point"),
+        pytest.param([(2.0, 8.0), (0.0, 2.0), (0.0, 0.0)], 5.0, id="the mean where the slope is not positive"),
+        *(pytest.param(points, None, id="nothing") for points in ([], [(0.0, 5.0)] * 3, [(1.0, 0.0)] * 3)),
+    ],
+)
+def test_an_ability_is_a_slope_or_a_mean(points: list[tuple[float, float]], speed: float | None) -> None:
+    assert ability(points) == (speed if speed is None else pytest.approx(speed))
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)), max_size=8))

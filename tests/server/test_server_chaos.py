@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("ray")
 
 import ray
 import ray.cluster_utils
 from storm_rig import Blow, Storm, Target, draw_blows
-from train_rig import train_with
+from train_rig import loss_fn, model_fn, train_with
 
 from tatami.engine.crew import Crew, Pool
 from tatami.engine.ray_engine import require_ray, run_folder
@@ -43,14 +42,6 @@ BATCH = 30
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X[:, :2])
 pytestmark = pytest.mark.timeout(900 + 60 * RUNS)
-
-
-def model_fn() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((output - target) ** 2).mean()
 
 
 class Nodes:

@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("ray")
 
 import ray
-from train_rig import train_with
+from train_rig import flat, loss_fn, model_fn, train_with
 
 from hand_clock import HandClock
 from tatami.engine import ray_watch as watching
@@ -117,14 +116,6 @@ def test_what_is_not_rays_may_take_as_long_as_it_likes() -> None:
 # -- real runs ----------------------------------------------------------------------------------------------------------
 
 
-def model_fn() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((output - target) ** 2).mean()
-
-
 SETTINGS: dict[str, Any] = {
     "dataset": (X, Y),
     "rounds": 10**6,
@@ -135,10 +126,6 @@ SETTINGS: dict[str, Any] = {
     "optimizer": Adam(lr=0.01),
     "heartbeat_s": 60.0,
 }
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([each.detach().reshape(-1) for each in model.parameters()])
 
 
 def test_a_run_without_its_raylet_ends_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

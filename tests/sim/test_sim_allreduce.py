@@ -89,22 +89,20 @@ def test_the_ring_takes_its_closed_form(ranks: int) -> None:
     assert found.phases[0][1] == pytest.approx(found.total_s / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 5, 12, 16])
-def test_halving_doubling_takes_its_closed_form(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "grid", "rounds"),
+    [
+        *(("halving_doubling", ranks, None, 2 * (ranks - 1).bit_length()) for ranks in (2, 4, 5, 12, 16)),
+        *(("torus", 12, (m, n), 2 * (m - 1) + 2 * (n - 1)) for m, n in ((2, 6), (3, 4), (6, 2))),
+    ],
+)
+def test_halving_doubling_and_the_torus_take_their_closed_forms(
+    algorithm: str, ranks: int, grid: tuple[int, int] | None, rounds: int
+) -> None:
     size = 10_000 * ranks
-    found = replayed(build("halving_doubling", ranks=ranks, size=size))
+    found = replayed(build(algorithm, ranks=ranks, size=size, grid=grid))
     transfer_s = 2 * (ranks - 1) / ranks * 4 * size / BETA_BYTES_PER_S
-    assert found.total_s == pytest.approx(2 * (ranks - 1).bit_length() * ALPHA_S + transfer_s, rel=1e-6)
-
-
-@pytest.mark.parametrize("grid", [(2, 6), (3, 4), (6, 2)])
-def test_the_torus_takes_its_closed_form(grid: tuple[int, int]) -> None:
-    m, n = grid
-    size = 12 * 10_000
-    found = replayed(build("torus", ranks=12, size=size, grid=grid))
-    hops = 2 * (m - 1) + 2 * (n - 1)
-    transfer_s = 2 * 11 / 12 * 4 * size / BETA_BYTES_PER_S
-    assert found.total_s == pytest.approx(hops * ALPHA_S + transfer_s, rel=1e-6)
+    assert found.total_s == pytest.approx(rounds * ALPHA_S + transfer_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -98,50 +98,35 @@ def test_what_was_measured_to_be_nearer_gets_no_more_of_a_link() -> None:
     assert found.bytes_moved == 100 * MB
 
 
-def test_a_transfer_between_probed_machines_can_be_broken_off() -> None:
-    assert _broken_off_late(ClusterPlatform(cluster=probed_machines())) == pytest.approx([5 * MB, 0.0], rel=1e-6, abs=1e-3)
+LATE = -1.0
+"""Noted where a transfer has ended."""
 
 
-def _broken_off_late(platform: AbstractPlatform) -> list[float]:
-    """Bytes moved by two transfers: one broken off after 5 of 50 MB, one while its latency lasts."""
+@pytest.mark.parametrize(
+    ("machines", "transfers", "expected"),
+    [
+        pytest.param(probed_machines, ((50, 1e-3 + 5 / 100), (50, 5e-4)), [5 * MB, 0.0], id="between probed machines"),
+        pytest.param(
+            two_machines,
+            ((50, 1e-4 + 5 / 300), (30, 1.0), (20, 5e-5)),
+            [5 * MB, LATE, 30 * MB, 0.0],
+            id="inside a machine",
+        ),
+    ],
+)
+def test_a_transfer_can_be_broken_off(
+    machines: Callable[[], Cluster], transfers: Sequence[tuple[float, float]], expected: list[float]
+) -> None:
+    """After 5 of 50 MB, after its end, and before its first byte: each of so many MB, one after the other."""
     moved: list[float] = []
 
     def act(stage: Stage) -> Callable[[], list[float]]:
         def one(number: int) -> None:
-            before, at_s = stage.bytes_moved, (1e-3 + 5 / 100, 5e-4)[number]
-            going = stage.send(0, 1, size_bytes=50 * MB, then=lambda: moved.append(-1.0))
-
-            def broken() -> None:
-                stage.cancel(going)
-                moved.append(stage.bytes_moved - before)
-                if number == 0:
-                    one(1)
-
-            stage.after(at_s, broken)
-
-        one(0)
-        return lambda: moved
-
-    return play(platform, act)
-
-
-def test_a_transfer_inside_a_machine_can_be_broken_off() -> None:
-    found = _broken_off(ClusterPlatform(cluster=two_machines()))
-    assert found == pytest.approx([5 * MB, 30 * MB, 0.0], rel=1e-6, abs=1e-3)
-
-
-def _broken_off(platform: AbstractPlatform) -> list[float]:
-    """Bytes moved by three transfers: one broken off after 5 of 50 MB, one that has ended, one before its first byte."""
-    moved: list[float] = []
-
-    def act(stage: Stage) -> Callable[[], list[float]]:
-        def one(number: int) -> None:
-            if number == 3:
+            if number == len(transfers):
                 return
-            size_bytes = (50 * MB, 30 * MB, 20 * MB)[number]
-            at_s = (1e-4 + 5 / 300, 1.0, 5e-5)[number]
+            size, at_s = transfers[number]
             before = stage.bytes_moved
-            going = stage.send(0, 1, size_bytes=size_bytes, then=lambda: None)
+            going = stage.send(0, 1, size_bytes=size * MB, then=lambda: moved.append(LATE))
 
             def broken() -> None:
                 stage.cancel(going)
@@ -153,7 +138,7 @@ def _broken_off(platform: AbstractPlatform) -> list[float]:
         one(0)
         return lambda: moved
 
-    return play(platform, act)
+    assert play(ClusterPlatform(cluster=machines()), act) == pytest.approx(expected, rel=1e-6, abs=1e-3)
 
 
 def test_what_ends_together_is_told_in_an_order() -> None:

@@ -615,6 +615,33 @@ def test_a_run_is_described_recorded_and_shown(world: World, tmp_path_factory: p
     assert "Stage 1 hands 72 B a sample to stage 2, and gets 72 B back." in " ".join(text.split())
 
 
+def assert_loop_trains_alike(
+    world: World,
+    network: nn.Module,
+    loop: Callable[[Any, Callable[..., Any]], None],
+    *,
+    x: torch.Tensor,
+    micro_batches: int,
+    reduction: Any = "mean",
+    frozen: int = 0,
+) -> None:
+    """As many stages as ranks, cut in front of each of the first pieces; so many weights are frozen when it is tiled."""
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        own = copy.deepcopy(network)
+        for weight in list(own.parameters())[:frozen]:
+            weight.requires_grad_(False)
+        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=micro_batches)
+        given: Any = {"layout": layout} if comm.size > 1 else {}
+        model = tatami.tile(own, comm, batch_size=12, sample=x[:4], reduction=reduction, quiet=True, **given)
+        loop(model, model.micro_batches)
+        return whole_state_dict(model)
+
+    found = world(body)[0]
+    loop(network, lambda *batch: [batch])
+    assert_same(found, network.state_dict())
+
+
 class TwoHeads(nn.Module):
     """Two results, each of which has a branch of its own from the first stage on."""
 
@@ -642,16 +669,7 @@ def test_what_has_no_part_in_the_loss_has_no_gradient_in_any_stage(world: World,
                 torch.autograd.backward(F.mse_loss(model(own_x)[step > 1], own_y))
             optimizer.step()
 
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=micro_batches)
-        given: Any = {"layout": layout} if comm.size > 1 else {}
-        model = tatami.tile(copy.deepcopy(network), comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, **given)
-        loop(model, model.micro_batches)
-        return whole_state_dict(model)
-
-    found = world(body)[0]
-    loop(network, lambda *batch: [batch])
-    assert_same(found, network.state_dict())
+    assert_loop_trains_alike(world, network, loop, x=x, micro_batches=micro_batches)
 
 
 class Annealed(nn.Module):
@@ -716,29 +734,18 @@ def test_stages_are_frozen_and_trained_again(world: World, frozen_at: tuple[int,
     layers = [layer for one, other in pairwise(sizes) for layer in (nn.Linear(one, other), nn.Tanh())]
     x, y, network = floats(12, 6), floats(12, 3), nn.Sequential(*layers[:-1]).double()
 
-    def loop(model: Any, weights: list[nn.Parameter], parts: Callable[..., Any]) -> None:
+    def loop(model: Any, parts: Callable[..., Any]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         for step in range(6):
-            for weight in weights:
+            for weight in list(model.parameters())[:-2]:
                 weight.requires_grad_(step not in frozen_at)
             optimizer.zero_grad()
             for own_x, own_y in parts(x, y):
                 torch.autograd.backward(F.mse_loss(model(own_x), own_y))
             optimizer.step()
 
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        tiled = copy.deepcopy(network)
-        for weight in list(tiled.parameters())[:-2]:
-            weight.requires_grad_(0 not in frozen_at)
-        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=micro_batches)
-        given: Any = {"layout": layout} if comm.size > 1 else {}
-        model = tatami.tile(tiled, comm, batch_size=12, sample=x[:4], reduction="mean", quiet=True, **given)
-        loop(model, list(model.parameters())[:-2], model.micro_batches)
-        return whole_state_dict(model)
-
-    found = world(body)[0]
-    loop(network, list(network.parameters())[:-2], lambda *batch: [batch])
-    assert_same(found, network.state_dict())
+    frozen = len(list(network.parameters())) - 2 if 0 in frozen_at else 0
+    assert_loop_trains_alike(world, network, loop, x=x, micro_batches=micro_batches, frozen=frozen)
 
 
 class Deep(nn.Module):
@@ -776,16 +783,7 @@ def test_a_loss_reads_results_of_several_stages(world: World, of: Callable[..., 
                 torch.autograd.backward(of(last, own_y) + 2 * of(first, own_y))
             optimizer.step()
 
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)), micro_batches=2)
-        own = copy.deepcopy(network)
-        model = tatami.tile(own, comm, batch_size=12, sample=x[:4], reduction=reduction, quiet=True, layout=layout)
-        loop(model, model.micro_batches)
-        return whole_state_dict(model)
-
-    found = world(body)[0]
-    loop(network, lambda *batch: [batch])
-    assert_same(found, network.state_dict())
+    assert_loop_trains_alike(world, network, loop, x=x, micro_batches=2, reduction=reduction)
 
 
 @dataclass

@@ -41,16 +41,6 @@ def slowdown_on(machine: Machine, factor: float) -> Slowdown:
     return Slowdown(factor, clock=machine, cpu_s=machine.cpu_s)
 
 
-def test_it_sleeps_factor_minus_one_times_the_compute_time() -> None:
-    machine = Machine()
-    slowdown = slowdown_on(machine, 3.0)
-    slowdown.begin()
-    machine.compute(0.5)
-    slowdown.end()
-    assert machine.slept == [1.0]
-    assert machine.time_s == 1.5
-
-
 def test_the_factor_changes_during_a_run_and_one_means_full_speed() -> None:
     machine = Machine()
     slowdown = slowdown_on(machine, 1.0)

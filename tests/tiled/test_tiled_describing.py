@@ -149,11 +149,6 @@ def whole_flop(model: nn.Module) -> float:
     return workload_of(model, find_blocks(model, sample=torch.randint(20, (4, 6))), samples=1).flop(width=1.0, height=1.0)
 
 
-def test_names_are_said_once() -> None:
-    assert ranges(["b", "b"]) == "b"
-    assert ranges(["a.0", "a.0", "a.1", "b", "b"]) == "a.0-1, b"
-
-
 def test_the_line_that_puts_features_together_is_named() -> None:
     """A skip connection: what a layer gives is only a part of what the next one takes."""
 
@@ -243,10 +238,12 @@ def test_its_lines_fit_a_terminal(width: int) -> None:
         assert max(map(len, lines)) <= width
 
 
-def test_names_that_differ_in_numbers_are_one() -> None:
+def test_names_that_differ_in_numbers_are_one_and_are_said_once() -> None:
     names = [f"h.{layer}.mlp.{part}" for layer in range(12) for part in (0, 1)]
     assert ranges(names) == "h.0-11.mlp.0-1"
     assert ranges(["a.0.w", "a.2.w", "b", ""]) == "a.0.w, a.2.w, b, the network itself"
+    assert ranges(["b", "b"]) == "b"
+    assert ranges(["a.0", "a.0", "a.1", "b", "b"]) == "a.0-1, b"
 
 
 def test_a_tiled_model_tells_it_and_tile_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from tatami.parallel import DataParallel, MultiNodeOptimizer
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, spans, whole_shares
 from tatami.train import History, TiledModel, Trainer, whole_state_dict
-from tiled_rig import some_layouts, tiled
+from tiled_rig import assert_equal, some_layouts, tiled
 
 SIZES = (7, 7, 3)
 Cut = Callable[..., Any]
@@ -349,11 +349,6 @@ def train(
         if not case.steps:
             for optimizer in optimizers:
                 optimizer.step()
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{what}: {n}: {m}")  # type: ignore[misc]
 
 
 @one_at_a_time

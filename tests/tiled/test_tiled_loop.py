@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from equal_runs import SAMPLES, check_equal, check_loop
+from equal_runs import SAMPLES, check_loop
 from torch import nn
 
 from drawing import Written, one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
-from tatami.tiling import Layout
 from tatami.train import move, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
 
@@ -134,25 +132,6 @@ def test_inputs_get_the_gradient_of_the_global_loss(comm: AbstractCommunicator, 
         assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
 
 
-def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> None:
-    @one_at_a_time
-    def build() -> nn.Module:
-        torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3), nn.Dropout(0.1)).double()
-
-    def loop(model: Any, local: Any) -> None:
-        x, y = local(x_of(SAMPLES, 4), x_of(SAMPLES, 3, seed=3))
-        torch.autograd.backward(F.mse_loss(model(x), y))
-        model.eval()
-        with torch.no_grad():
-            model(local(x_of(5, 4, seed=8)))
-        model.train()
-        x, y = local(x_of(SAMPLES, 4), x_of(SAMPLES, 3, seed=3))
-        torch.autograd.backward(F.mse_loss(model(x), y))
-
-    check_loop(world, build, loop, seed=11)
-
-
 def test_without_gradients_a_replica_computes_whatever_it_shares(comm: AbstractCommunicator) -> None:
     expected = mlp()(x_of(5, 4)).detach()
     built = mlp()
@@ -214,22 +193,6 @@ def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(comm: Ab
     assert [id(p) for group in steps.param_groups for p in group["params"]] == identities
     assert {int(steps.state[p]["step"]) for p in model.parameters()} == {3}
     assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_a_rank_left_out_and_brought_back_has_its_optimizer_state(world: World) -> None:
-    def plans(size: int) -> list[dict[int, Layout]]:
-        everyone, others = simple_layout(list(range(size))), simple_layout(list(range(1, size)))
-        return [{0: everyone, 2: others, 4: everyone}]
-
-    check_equal(
-        world,
-        mlp,
-        [(x_of(SAMPLES, 4, seed=seed),) for seed in range(6)],
-        plans=plans,
-        optimizer=lambda model: optimizers(torch.float64)["adamw"](model.parameters()),
-        loss=lambda model, batch: model(*batch).square().mean(),
-    )
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -268,6 +268,7 @@ class Untraceable(nn.Module):
         (NotElementwise(), [pair("b", "c")]),
         (Gated(), [pair("b", "c")]),
         (Tied(), [pair("b", "c")]),
+        (CalledTwice(), []),
         (Untraceable(), [pair("net.0", "net.3", "net.1", others=("net.2",)), pair("net.5", "net.6")]),
         (
             nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2)),
@@ -307,10 +308,6 @@ def test_a_pair_is_one_in_evaluation_and_without_gradients(
     model = Written(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 4))
     assert list(find_pairs(model)) == pairs
     assert all(module.training for module in model.modules())
-
-
-def test_a_layer_called_twice_is_in_no_pair() -> None:
-    assert find_pairs(CalledTwice()) == ()
 
 
 def test_layers_with_hooks_stay_as_they_are() -> None:

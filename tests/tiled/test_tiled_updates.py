@@ -22,7 +22,7 @@ from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiling import Layout, Replica
 from tatami.train import History, TiledModel, Trainer, move, tile, whole_state_dict
-from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled
+from tiled_rig import assert_close, assert_equal, gradients, simple_layout, some_layouts, tiled
 
 SAMPLES = 23
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
@@ -272,11 +272,6 @@ def loss_of(output: torch.Tensor, y: torch.Tensor, model: nn.Module, reduction: 
     """A mean has a penalty on weights as well."""
     loss = F.cross_entropy(output, y, reduction=reduction)
     return loss if reduction == "sum" else loss + 0.1 * sum(each.square().sum() for each in model.parameters())
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{what}: {n}: {m}")  # type: ignore[misc]
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -19,7 +19,6 @@ from tatami.tiling import (
     Replica,
     SumKind,
     compare,
-    gradient_messages,
     time_bound_s,
     traffic_of,
     volume_bytes,
@@ -339,14 +338,6 @@ def test_the_slower_link_of_two_hosts_counts_unless_the_pair_has_one() -> None:
         "aa": (cluster.local.bandwidth_bytes_per_s, cluster.local.latency_s),
     }
     assert (cluster.fastest_link.bandwidth_bytes_per_s, cluster.fastest_link.latency_s) == (5e9, 0.0)
-
-
-def test_volume_is_what_the_messages_carry() -> None:
-    workload = Workload.mlp(30, 40, 10, samples=100)
-    messages = gradient_messages([GRID.cut(samples=100, units=40)], method="direct")
-    across = sum(span.size for message in messages for _, span in message.spans) * 40 * 4
-    down = 2 * (2 - 1) * 10 * 100 * 4
-    assert volume_bytes(GRID, workload=workload, cluster=four(*"aabb")) == pytest.approx(across + down)
 
 
 clusters = st.lists(st.tuples(st.floats(0.01, 10.0), st.sampled_from("abc")), min_size=1, max_size=9).map(
