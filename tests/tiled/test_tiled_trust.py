@@ -604,22 +604,18 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(comm: AbstractCommunic
             assert_close(whole_gradients(model), gradients(plain), what="gradients")
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, lambda out, y: out.square().mean(1).mean() + out[:, 0].sum()])  # noqa: ARG005
-def test_a_mean_that_is_said_to_be_a_sum(comm: AbstractCommunicator, loss: Loss) -> None:
+def test_a_mean_that_is_said_to_be_a_sum(comm: AbstractCommunicator) -> None:
     built, plain = network(), network()
-    for factor in (None, 1 / SAMPLES):
-        model = tiled(built, comm, data(comm.size))
-        model.reduction = "sum"
-        here, classes = model.local(batch()[0], CLASSES)
-        value: Any = loss(model(here), classes) if factor is None else loss(model(here), classes) * len(classes) * factor
-        if factor is None and comm.size > 1:
-            with pytest.raises(InputError, match=r"a mean over the \d+ samples of this rank, and reduction='sum' says"):
-                value.backward()
-        elif loss is F.cross_entropy:
-            value.backward()
-            torch.autograd.backward(loss(plain(batch()[0]), CLASSES))
-            assert_close(whole_gradients(model), gradients(plain), what="gradients")
-            plain.zero_grad()
+    model = tiled(built, comm, data(comm.size))
+    model.reduction = "sum"
+    here, classes = model.local(batch()[0], CLASSES)
+    is_refused = pytest.raises(InputError, match=r"a mean over the \d+ samples of this rank, and reduction='sum' says")
+    with is_refused if comm.size > 1 else nullcontext():
+        torch.autograd.backward(model(here).square().mean(1).mean() + model(here)[:, 0].sum())
+    model.zero_grad()
+    torch.autograd.backward(F.cross_entropy(model(here), classes) * len(classes) / SAMPLES)
+    torch.autograd.backward(F.cross_entropy(plain(batch()[0]), CLASSES))
+    assert_close(whole_gradients(model), gradients(plain), what="gradients")
 
 
 def test_losses_that_are_made_of_means_over_the_batch(comm: AbstractCommunicator) -> None:
@@ -644,29 +640,23 @@ def test_losses_that_are_made_of_means_over_the_batch(comm: AbstractCommunicator
     assert_close(whole_gradients(model), gradients(plain), what="gradients")
 
 
-INSIDE = {
-    "embedding": (
-        lambda net, y: F.cross_entropy(F.embedding(y, net.rows.weight, scale_grad_by_freq=True), y),
-        "divides gradients by how often its samples look up a row",
-    ),
-    "ignore_index": (
-        lambda net, y: F.cross_entropy(net.rows(y), y, ignore_index=1),
-        "divides by .*, the weights of its targets",
-    ),
-}
-
-
 @pytest.mark.parametrize(
     "make", [DataParallel, partial(tile, batch_size=SAMPLES, reduction="mean", speeds="equal", quiet=True)]
 )
-@pytest.mark.parametrize("name", INSIDE)
-def test_a_network_that_counts_its_samples_is_refused_in_its_first_pass(
-    comm: AbstractCommunicator, name: str, make: Any
-) -> None:
-    forward, message = INSIDE[name]
-    model = make(Written(forward, rows=nn.Embedding(3, 3).double()), comm)
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (
+            lambda net, y: F.cross_entropy(F.embedding(y, net.rows.weight, scale_grad_by_freq=True), y),
+            "divides gradients by how",
+        ),
+        (lambda net, y: F.cross_entropy(net.rows(y), y, ignore_index=1), "divides by .*, the weights of its targets"),
+    ],
+)
+def test_a_network_that_counts_its_samples(comm: AbstractCommunicator, loss: Any, match: str, make: Any) -> None:
+    model = make(Written(loss, rows=nn.Embedding(3, 3).double()), comm)
     is_refused = len(getattr(model, "layout", data(comm.size)).replicas) > 1
-    with pytest.raises(InputError, match=message) if is_refused else nullcontext():
+    with pytest.raises(InputError, match=match) if is_refused else nullcontext():
         model(model.local(CLASSES)).backward()
 
 
