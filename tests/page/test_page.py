@@ -316,7 +316,7 @@ def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
     """Rank 0 of an elastic run; the other one joins in the second iteration, and was there for one of two of the new tiling."""
     workload = Workload.mlp(20, 12, 10, samples=60)
     model: Any = SimpleNamespace(workload=workload, phases=SimpleNamespace(), stage=None)
-    model.comm = SimpleNamespace(rank=0, bcast_object=lambda value: value)
+    model.comm = SimpleNamespace(rank=0, bcast_object=lambda value, **_: value)
     model.comm.gather_object = lambda own: [own, (1, {"forward_s": 5.0})]
 
     def lie(*names: str) -> None:

@@ -450,7 +450,7 @@ def test_a_gradient_penalty_is_exact_whatever_the_shares(comm: AbstractCommunica
     penalised(model, local(comm, x), reduction).backward()
     assert_same(gradients(module), gradients(plain))
     with pytest.raises(InputError, match="create_graph=True: the gradients of parameters are summed over the replicas"):
-        model(local(comm, x)).square().mean().backward(create_graph=True)
+        getattr(model(local(comm, x)).square(), reduction)().backward(create_graph=True)
     model.close()
 
 

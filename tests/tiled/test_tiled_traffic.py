@@ -54,7 +54,7 @@ def check_step(model: TiledModel, x: torch.Tensor, *, cluster: Cluster) -> None:
     model.comm.calls.clear()
     if isinstance(replica, Recording):
         replica.calls.clear()
-    torch.autograd.backward(model(model.local(x)).square().sum())
+    torch.autograd.backward(getattr(model(model.local(x)).square(), model.reduction or "")())
 
     in_replica = [each for sums in model.traffic.replicas for each in sums if model.name in each.processors]
     expected: list[Sent] = []

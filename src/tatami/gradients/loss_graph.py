@@ -108,7 +108,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         seen.add(key)
         if _ends(node):
             if samples and is_output(node):
-                _refuse_counts_inside(node)
+                _refuse_counts_inside(node, samples=samples)
             continue
         below = [other for other, _ in node.next_functions if other is not None]
         multiplies = name in _PRODUCTS | _MATRIX_PRODUCTS and sum(_leads_to_output([other]) for other in below) > 1
@@ -200,20 +200,23 @@ def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) 
         )
 
 
-def _refuse_counts(node: Any) -> None:
-    """Refuse the mean of a cross-entropy over targets that do not all count the same."""
+def _refuse_counts(node: Any, *, samples: int = 0) -> None:
+    """Refuse the mean of a cross-entropy over targets that do not all count the same, or not as many of each sample."""
     # Where it is on another pipeline stage, a stand-in has no value.
     if node._saved_reduction == 1 and type(node._saved_total_weight) is torch.Tensor:
         total, targets = float(node._saved_total_weight), node._saved_target.numel()
-        if abs(total - targets) > 1e-3 * targets:
+        if abs(total - targets) > 1e-3 * targets and not (samples and _is_multiple(total, samples)):
             raise InputError(
                 f"the loss is a cross-entropy that divides by {total:g}, the weights of its targets, of which there are "
                 f"{targets}: class weights, or targets that are left out (ignore_index). {_REMEDY}; or use reduction='sum'"
             )
 
 
-def _refuse_counts_inside(output: Any) -> None:
-    """The same where the network computes its loss itself, as far as single numbers lead from its output."""
+def _refuse_counts_inside(output: Any, *, samples: int) -> None:
+    """The same where the network computes its loss itself, as far as single numbers lead from its output.
+
+    A language model leaves out the last target of each of its samples, which makes no difference between ranks.
+    """
     waiting, seen = [output], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -221,7 +224,7 @@ def _refuse_counts_inside(output: Any) -> None:
             continue
         seen.add(node)
         if _operation(node) in _CROSS_ENTROPIES:
-            _refuse_counts(node)
+            _refuse_counts(node, samples=samples)
         waiting += [other for other, _ in node.next_functions]
 
 
