@@ -38,9 +38,9 @@ STATISTICS_BYTES = 8
 """Bytes of an element of a sum of batch statistics: squares are summed in double precision, or they would lose digits."""
 SIZE_DIGITS = 5
 """Digits of base 256: numbers up to 10^12."""
-_MOST_PIECES, _LEAST_MESSAGE_S = 3, 0.5e-3
-"""A vector is summed in so many pieces at most, whose messages take so long at least: four hosts on 250 Mbit/s sum 256 KiB in
-16.8 ms in one piece and in 12.8 in three, 64 KiB in 5.0 and in 5.8."""
+_MOST_PIECES, _LEAST_MESSAGE_S = 2, 0.5e-3
+"""A vector is summed in so many pieces at most, whose messages take so long at least (benchmarks/sums.py): four hosts on 250
+Mbit/s sum 1 MiB in 60 ms in one piece and in 53 in two or more, 64 KiB in 5 to 6 ms in any."""
 _MOST_DIRECT = 16
 """So many ranks sum directly: in 2 (k - 1) messages for each. More do it by halving and doubling, as many bytes in 2 log2 k."""
 
