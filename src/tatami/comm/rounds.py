@@ -249,8 +249,8 @@ class _PieceRequest(AbstractRequest):
 def wait_together(requests: Iterable[AbstractRequest]) -> None:
     """Wait for all of them, for the rounds of sums in turn: the next round of each begins while others still have messages.
 
-    To wait for one after the other would leave links idle. Four MiB over four hosts on 246 Mbit/s take 230 ms in one piece and
-    205 in two, which is what the bytes alone take.
+    To wait for one after the other would leave links idle. Four MiB over four hosts on 250 Mbit/s take 239 ms in one piece and
+    210 in two; the bytes alone take 201 (benchmarks/sums.py).
 
     Raises:
         CommTimeoutError, RankDiedError: a rank did not come.

@@ -182,7 +182,9 @@ def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) 
     assert path.divisor is not None
     is_plain = path.divisor == 1 and not path.is_scaled
     if samples and _is_sum(node) and not _is_multiple(path.divisor, samples) and _leads_to_output([node]):
-        if path.divisor != 1 and not _adds_means(node):
+        below = [other for other, _ in node.next_functions]
+        adds_means = leads_to(below, lambda other: _reduces_samples(_operation(other), other), ends_at=_ends)
+        if path.divisor != 1 and not adds_means:
             raise InputError(
                 f"the loss divides a sum over samples by {path.divisor:g}, which is no multiple of the {samples} samples of "
                 f"this rank, as a mean over those that count does. {_REMEDY}"
@@ -231,12 +233,6 @@ def _refuse_counts_inside(output: Any, *, samples: int) -> None:
 def _is_multiple(divisor: float, samples: int) -> bool:
     times = round(divisor / samples)
     return times > 0 and math.isclose(divisor, times * samples, rel_tol=1e-6)
-
-
-def _adds_means(node: Any) -> bool:
-    """Whether what an operation adds up was reduced over the samples before."""
-    below = [other for other, _ in node.next_functions]
-    return leads_to(below, lambda other: _reduces_samples(_operation(other), other), ends_at=_ends)
 
 
 def _are_weighted(node: Any) -> bool:

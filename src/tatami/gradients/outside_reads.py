@@ -132,11 +132,11 @@ class OutsideReads:
             refuse_coupling_loss(roots, samples=self.samples)
         if not self.adds_terms and not is_judged and not (is_due and self._shares_units):
             return
+        others = []
         for parameter, is_exact in _reads(roots, self._is_inside):
             name = self._names.get(parameter)
             if name is None:
-                if is_judged:
-                    self._warn_of(parameter)
+                others.append(parameter)
                 continue
             if self.adds_terms:
                 raise InputError(
@@ -146,16 +146,20 @@ class OutsideReads:
                 )
             if name in self._cut and self._shares_units:
                 self._take(name, is_exact=is_exact)
+        if is_judged and others:
+            self._warn_of(others)
 
-    def _warn_of(self, parameter: torch.Tensor) -> None:
+    def _warn_of(self, others: Sequence[torch.Tensor]) -> None:
         """Warn of a weight that is trained with the network, and is no part of one whose gradients are summed."""
-        if not self._warns_of_others or self.comm.rank or not isinstance(parameter, nn.Parameter):
+        if not self._warns_of_others or self.comm.rank:
             return
         modules = [module for model in _models() if (module := model._module()) is not None]
-        if not any(parameter is other for module in modules for other in module.parameters()):
+        summed = {id(parameter) for module in modules for parameter in module.parameters()}
+        outside = next((each for each in others if isinstance(each, nn.Parameter) and id(each) not in summed), None)
+        if outside is not None:
             self._warns_of_others = False
             warn(
-                f"the loss trains a weight of shape {tuple(parameter.shape)} that is in none of the networks which are tiled: "
+                f"the loss trains a weight of shape {tuple(outside.shape)} that is in none of the networks which are tiled: "
                 "each rank has the gradient of its own samples, so that ranks drift apart. Put it into the network, or sum its "
                 "gradient over the ranks"
             )
