@@ -18,6 +18,7 @@ from tatami.tiling import Layout, PlannedSum, SumKind, traffic_of
 from tatami.tiling.compute import calls_s, scatter
 from tatami.tiling.overlap import late_share
 from tatami.tiling.span import micro_batch_sizes
+from tatami.tiling.sum_price import sum_size
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import bucket_sum
 from tatami.workload import Workload
@@ -167,7 +168,18 @@ class Floor:
             )
             self.across = ()
             early = min(buckets - 1, int((1 - late_share(workload)) * buckets))
-            self.legs = {rank: _with_buckets(legs, self.gradients, early=early) for rank, legs in self.legs.items()}
+            messages = _messages_of(self.gradients[0].planned)
+            self.legs = {
+                rank: _with_buckets(
+                    legs,
+                    self.gradients,
+                    early=early,
+                    handling_flop=messages
+                    * cluster.processors[rank].message_s
+                    * float((speeds or {}).get(self.names[rank], 1.0)),
+                )
+                for rank, legs in self.legs.items()
+            }
 
     def _ready(self, planned: PlannedSum) -> FloorSum:
         # Alike sums share one schedule: what it has looked up of its groups is looked up once.
@@ -182,18 +194,28 @@ class Floor:
         )
 
 
-def _with_buckets(legs: Sequence[Leg], buckets: Sequence[FloorSum], *, early: int) -> tuple[Leg, ...]:
-    """The legs of a rank, its last backward pass cut so that each of the `early` buckets leaves after its part of the flop."""
+def _messages_of(planned: PlannedSum) -> int:
+    """How many messages each rank of a sum sends and receives."""
+    schedule = planned.schedule
+    size = sum_size(schedule.algorithm, members=schedule.ranks, size=schedule.size, element_bytes=planned.element_bytes)
+    return 2 * size.messages
+
+
+def _with_buckets(legs: Sequence[Leg], buckets: Sequence[FloorSum], *, early: int, handling_flop: float) -> tuple[Leg, ...]:
+    """The legs of a rank, its last backward pass cut so that each of the `early` buckets leaves after its part of the flop.
+
+    Wires hide behind computing, and messages do not: the rank computes nothing while it handles those of the early buckets.
+    """
     first = max((index + 1 for index, leg in enumerate(legs) if not leg.backward), default=0)
     each = sum(leg.flop for leg in legs[first:]) / len(buckets)
-    result, waiting, until = list(legs[:first]), list(buckets), each
+    result, waiting, until, handled = list(legs[:first]), list(buckets), each, 0.0
     for leg in legs[first:]:
         left = leg.flop
         while len(waiting) > len(buckets) - early and until <= left:
-            result.append(Leg(flop=until, backward=True, sums=(), leaves=(waiting.pop(0),)))
-            left, until = left - until, each
-        result.append(replace(leg, flop=left))
-        until -= left
+            result.append(Leg(flop=until + handled, backward=True, sums=(), leaves=(waiting.pop(0),)))
+            left, until, handled = left - until, each, handling_flop
+        result.append(replace(leg, flop=left + handled))
+        until, handled = until - left, 0.0
     return (*result, Leg(flop=0.0, backward=True, sums=(), leaves=tuple(waiting)))
 
 
