@@ -151,6 +151,12 @@ class Cluster:
         return {processor.name: processor.host for processor in self.processors}
 
     @cached_property
+    def memory_bytes(self) -> dict[str, float]:
+        """`Processor.memory_bytes` of each processor; infinite where it is not known."""
+        memories = ((processor.name, processor.memory_bytes) for processor in self.processors)
+        return {name: math.inf if given is None else float(given) for name, given in memories}
+
+    @cached_property
     def message_s(self) -> dict[str, float]:
         """`Processor.message_s` of each processor."""
         return {processor.name: processor.message_s for processor in self.processors}

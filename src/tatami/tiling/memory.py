@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,11 +49,17 @@ def memory_bytes(
         cluster: says who sums how much of the gradients; None: all alike.
         ranks: of the run; None: those of the cluster, or of the layout.
     """
+    kept = _kept_bytes(layout, workload=workload, cluster=cluster, ranks=ranks)
+    return dict(zip(layout.processors, kept.tolist(), strict=True))
+
+
+def _kept_bytes(layout: Layout, *, workload: Workload, cluster: Cluster | None, ranks: int | None) -> Vector:
+    """`memory_bytes` as a vector, in the order of the layout's processors."""
     kept = _unsharded(layout, workload=workload, cluster=cluster, ranks=ranks)
     if workload.sharded_state_bytes:
         shares = optimizer_shares(layout, workload=workload, cluster=cluster, ranks=ranks)
         kept += workload.sharded_state_bytes * np.array([shares[name] for name in layout.processors])
-    return dict(zip(layout.processors, kept.tolist(), strict=True))
+    return kept
 
 
 def optimizer_shares(
@@ -266,13 +271,8 @@ def lacking_bytes(layout: Layout, *, cluster: Cluster, workload: Workload, ranks
     """By how much each processor that has too little memory has too little; `ranks` as `memory_bytes` has them."""
     if not cluster.memory_known:
         return {}
-    by_name = cluster.by_name
-    lacking = {}
-    for name, kept in memory_bytes(layout, workload=workload, cluster=cluster, ranks=ranks).items():
-        given = by_name[name].memory_bytes
-        if given is not None and kept > given:
-            lacking[name] = kept - given
-    return lacking
+    lacking = _kept_bytes(layout, workload=workload, cluster=cluster, ranks=ranks) - _limits(layout, cluster=cluster)
+    return {layout.processors[index]: float(lacking[index]) for index in np.flatnonzero(lacking > 0).tolist()}
 
 
 def can_hold(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> bool:
@@ -304,7 +304,7 @@ def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int
         found = _Squeeze(layout, limits=lowered, cluster=cluster, workload=counted, messages=messages).layout()
         if found is None:
             return None
-        kept = np.array(list(memory_bytes(found, workload=workload, cluster=cluster, ranks=ranks).values()))
+        kept = _kept_bytes(found, workload=workload, cluster=cluster, ranks=ranks)
         over = kept > limits
         if not over.any():
             return found
@@ -315,9 +315,7 @@ def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int
 
 def _limits(layout: Layout, *, cluster: Cluster) -> Vector:
     """What the processors have; infinite where that is not known."""
-    by_name = cluster.by_name
-    given = (by_name[name].memory_bytes for name in layout.processors)
-    return np.array([inf if each is None else float(each) for each in given])
+    return np.array(list(map(cluster.memory_bytes.__getitem__, layout.processors)))
 
 
 class _Squeeze:
@@ -331,7 +329,7 @@ class _Squeeze:
         self._samples = workload.samples
         self._starts = np.cumsum([0, *counts[:-1]])
         self._replica = np.repeat(np.arange(len(counts)), counts)
-        self._speeds = np.array([cluster.by_name[name].speed for name in layout.processors])
+        self._speeds = np.array(list(map(cluster.speeds.__getitem__, layout.processors)))
         self._moments = workload.backward_moments
         self._beside_gradient_bytes = workload.replicated_gradient_bytes
         self._gradient_bytes = sum(count * block.units * workload.unit_gradient_bytes(block) for block, count in workload.kinds)
