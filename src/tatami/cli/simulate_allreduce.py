@@ -20,7 +20,7 @@ from tatami.report.palette import MOSS
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
-    from tatami.sim.allreduce import Case, Replayed
+    from tatami.sim.allreduce import AllReduceJob, Case, Replayed
     from tatami.sim.platforms import AbstractPlatform
 
 ALLREDUCE_EPILOG = epilog(
@@ -28,6 +28,8 @@ ALLREDUCE_EPILOG = epilog(
     "tatami simulate allreduce --preset oakforest-like --nodes 64 --grids 8x8 --sweep latency=250ns,1us,4us --json",
     "tatami simulate allreduce --platform cluster.toml --algorithms ring,halving_doubling,hierarchical --plot sizes.png",
 )
+MOST_TRANSFERS = 1_000_000
+"""Most transfers of a simulated all-reduce: a core simulates some 10,000 in a second."""
 _GRIDDED = "torus"
 _SWEPT: dict[str, Callable[[str], Any]] = {
     "latency": parse_duration,
@@ -110,7 +112,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
                         software=replace(software, **swept_software),
                     )
                     cases.append((value, machines, case))
-    jobs = [case.job(machines) for _, machines, case in cases]
+    jobs = [_checked(case, machines) for _, machines, case in cases]
     progress = progress_for()
     progress.start("simulating", total=len(jobs), unit="runs")
 
@@ -144,6 +146,19 @@ def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
         "bytes_moved": result.bytes_moved,
         "phases": [{"what": title, "end_s": end_s} for title, end_s in result.phases],
     }
+
+
+def _checked(case: Case, machines: AbstractPlatform) -> AllReduceJob:
+    """Make the job of a case. Raises InputError if its simulation would take hours."""
+    from tatami.sim.allreduce import NATIVES, expand, num_transfers
+
+    job = case.job(machines)
+    if (transfers := num_transfers(expand(job.schedule, rule=NATIVES[job.native]))) > MOST_TRANSFERS:
+        raise InputError(
+            f"an all-reduce of {case.ranks:,} ranks by {_label(case)} takes about {transfers:,} transfers, and at most "
+            f"{MOST_TRANSFERS:,} are simulated, in a few minutes: simulate fewer ranks (--nodes, -n), or another algorithm"
+        )
+    return job
 
 
 def _grids(text: str | None, *, ranks: int) -> Sequence[Grid | None]:
