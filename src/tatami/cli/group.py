@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any, Never
 
 import typer
+from rich.text import Text
 from typer.core import TyperGroup
 
-from tatami.cli.terminal import shown_warnings, tell
+from tatami.cli.terminal import shown_warnings, tell, width
 from tatami.errors import CommError, InputError, MissingExtraError, TatamiError, shortened
 
 BAD_INPUT = 2
@@ -18,12 +20,21 @@ _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 USAGE_ERROR: Any = typer.BadParameter.__base__
 """Base class of all errors of options; typer includes its own copy of click, which differs between versions."""
 _LONGEST_LINE = 1000
+_NARROWEST_PANELS = 80
+"""Characters of a terminal below which the columns of a help page would be cut."""
+_NAME_COLUMNS = 10
+"""Longest name of an option or a command that has its text on the same line in narrow terminals."""
 _GRACE_S = 5.0
 """Rank 0 prints an error that all ranks raise; another rank prints it only if rank 0 has not ended the job after this time."""
 
 
 class Commands(TyperGroup):
     """Commands with exit codes: 0: done; 1: the run failed; 2: the input was refused before anything was started or written."""
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        if width() < _NARROWEST_PANELS:
+            _write_help_without_panels(self)
+        return super().make_context(*given, **named)
 
     def invoke(self, ctx: Any) -> Any:
         with shown_warnings():
@@ -43,6 +54,21 @@ class Commands(TyperGroup):
                     _end_all_ranks(error, rank=rank, exit_code=code)
                 tell(f"error: {_said(error)}", style="red")
                 raise typer.Exit(code) from None
+
+
+def _write_help_without_panels(command: Any) -> None:
+    """Let a command, and all below it, write each option on a line of its own, and below it what it means."""
+
+    def format_help(ctx: Any, formatter: Any) -> None:
+        formatter.width = width() - 2
+        formatter.write_dl = partial(formatter.write_dl, col_max=_NAME_COLUMNS)
+        type(command).format_help(command, ctx, formatter)
+
+    command.format_help, command.rich_markup_mode = format_help, None
+    command.help, command.epilog = (Text.from_markup(text or "").plain for text in (command.help, command.epilog))
+    command.short_help = command.help.partition("\n\n")[0]  # in full: click ends its own with an ellipsis
+    for each in getattr(command, "commands", {}).values():
+        _write_help_without_panels(each)
 
 
 def _said(error: BaseException) -> str:
