@@ -21,6 +21,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, TatamiError
 from tatami.planning import plan
 from tatami.records import Records
+from tatami.report import page as page_package
 from tatami.report.page import LARGEST_PAGE_BYTES, RecordedRun, joined, page_of, read_run, write_page
 from tatami.report.page.charts import charts_of
 from tatami.report.page.record_shapes import PHASES
@@ -104,6 +105,13 @@ def test_the_page_has_all_of_it_is_small_and_escapes_what_it_is_told() -> None:
     assert data["charts"]["floor"]["params"] == [{"name": "step", "value": 0}]
     for said in ("p2 died", "3 ranks go on", 'type="range" min="0" max="3"', "checked 19 times", "20-120-10"):
         assert said in text
+
+
+def test_the_script_reads_what_the_facts_have_of_a_tiling() -> None:
+    script = (Path(page_package.__file__).parent / "page.js").read_text(encoding="utf-8")
+    read = set(re.findall(r"\bstep\.(\w+)", script))
+    assert "iteration" in read
+    assert read <= facts_of(recorded(a_run())).steps[0].keys()
 
 
 def elements(page: str) -> list[tuple[str, list[str]]]:
