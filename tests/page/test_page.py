@@ -114,6 +114,22 @@ def test_the_script_reads_what_the_facts_have_of_a_tiling() -> None:
     assert read <= facts_of(recorded(a_run())).steps[0].keys()
 
 
+def test_charts_show_a_single_record_and_name_no_phase_without_time() -> None:
+    records = [record for record in a_run() if record["event"] != "train"]
+    for record in records:
+        for times in record["ranks"].values() if record["event"] == "phases" else ():
+            times["tensor_parallel_s"] = 0.0
+    one = {"event": "train", "iteration": 10, "epoch": 0, "loss": 3.445, "samples_per_s": 100.0}
+    charts = charts_of(facts_of(recorded([*records, one])))
+    words = charts["phases"]["encoding"]["color"]["scale"]["domain"]
+    assert words == [word for name, (word, _) in PHASES_SHOWN.items() if name != "tensor_parallel"]
+    for name in ("loss", "rate"):
+        assert charts[name]["layer"][0]["mark"]["point"], "a line of one point is not seen"
+    assert charts["loss"]["layer"][0]["encoding"]["y"]["axis"]["format"] == ".4~g"
+    several = charts_of(facts_of(recorded([*records, one, {**one, "iteration": 20, "loss": 2.0}])))
+    assert "format" not in several["loss"]["layer"][0]["encoding"]["y"]["axis"]
+
+
 def elements(page: str) -> list[tuple[str, list[str]]]:
     """The elements of a page, each with the names of its attributes, as a parser finds them."""
     found: list[tuple[str, list[str]]] = []
