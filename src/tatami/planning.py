@@ -389,10 +389,13 @@ def questions(
                 varied = Question(words=f"{path} {value}", cluster=changed(cluster, path, value), workload=workload)
             found.append(varied)
     for each in add:
-        more = with_more(cluster, each)
-        near, new = nearest_to(cluster, more.processors[-1].speed).name, more.processors[cluster.size].name
-        costs = f"What messages and calls cost {new} is assumed to be what they cost {near}, the nearest in speed, unless given."
-        assumed = costs if cluster.messages_known or cluster.calls_known else ""
+        more, assumed = with_more(cluster, each), ""
+        if cluster.messages_known or cluster.calls_known:
+            new = more.processors[cluster.size]
+            near = nearest_to(cluster, new.speed).name
+            assumed = (
+                f"Messages and calls are assumed to cost {new.name} what they cost {near}, the nearest in speed, unless given."
+            )
         found.append(Question(words=f"with {each}", cluster=more, workload=workload, assumed=assumed))
     for each in leave_out:
         names = [name.strip() for name in each.split(",")]

@@ -20,7 +20,7 @@ from tatami.planning import Answer, PlanComparison, answers, compared, questions
 from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, save
 from tatami.report.recommended import guess_words, is_same
 from tatami.report.words import wrapped
-from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Plan, StagedPlan, at_tiles, timeline, with_speeds
+from tatami.tiling import DEFAULT_PLANNER, PLANNERS, AlphaBetaCost, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.units import format_bandwidth, format_duration
 from tatami.workload import Workload, has_blocks_of
 
@@ -49,7 +49,10 @@ class PlanJob(NetworkOptions):
             "or of the speeds in it."
         ),
     ] = None
-    planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Use only these planners; may be repeated.")] = None
+    planner: Annotated[
+        list[str] | None,
+        optional(metavar="A,B,...", help=f"Use only these planners ({', '.join(PLANNERS)}); may be repeated."),
+    ] = None
     stages: Annotated[int | None, optional(min=1, help="Number of pipeline stages; 1: none.")] = None
     micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
     recompute: Annotated[

@@ -47,13 +47,15 @@ _OF_SOFTWARE = {"message": "message_s", "put": "put_s", "sum": "sum_bytes_per_s"
 class SimulateAllReduceJob:
     """The options of `tatami simulate allreduce`; their help texts describe the fields."""
 
-    preset: Annotated[str | None, optional(help="Name of a platform.")] = None
+    preset: Annotated[str | None, optional(help="Name of a platform: oakforest-like or paper-server-10k.")] = None
     platform: PlatformFile = None
     nodes: Annotated[int | None, optional(min=1, help="Number of nodes in the preset.")] = None
     latency: Annotated[str | None, optional(help="Latency of one cable of the preset.")] = None
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks, one a host.")] = None
     sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Sizes of each rank's float32 vector.")] = "102 MB"
-    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="As in tatami bench allreduce.")] = "native,torus_put"
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help=f"Algorithms: {', '.join(ALGORITHMS)}.")] = (
+        "native,torus_put"
+    )
     grids: Annotated[
         str | None, typer.Option(metavar="all|2x128,...", help="Grids M x N of the tori.", show_default="the library's choice")
     ] = None

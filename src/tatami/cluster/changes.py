@@ -37,8 +37,8 @@ def changed(cluster: Cluster, path: str, value: str) -> Cluster:
     first, _, rest = path.partition(".")
     if len(set(cluster.host_of.values())) == 1 and path.endswith((".bandwidth", ".latency", ".link")):
         raise InputError(
-            f"{path} changes nothing: all {cluster.size} ranks are on host {cluster.processors[0].host!r}, and send nothing over "
-            "a network. Give a cluster file in which processors have hosts of their own"
+            f"{path} changes nothing: all {cluster.size} ranks are on host {cluster.processors[0].host!r}, and send nothing "
+            "over a network. Give a cluster file in which processors have hosts of their own"
         )
     if first == "network" and rest in ("bandwidth", "latency"):
         read: Callable[[Any], float] = bandwidth_of if rest == "bandwidth" else parse_duration

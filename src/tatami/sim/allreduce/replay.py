@@ -356,7 +356,7 @@ class RankTransfers:
 
 
 def repeats_itself(phase: Phase, *, ranks: int) -> bool:
-    """Whether only the first rounds of a phase must be simulated, because all are alike and all of `ranks` ranks are in them."""
+    """Whether only the first rounds of a phase must be simulated: all are alike, and all of `ranks` ranks are in them."""
     alike = phase.sync is Sync.ARRIVAL and phase.num_rounds > CHECKS[0] and len(list(phase.distinct_rounds())) == 1
     # With fewer elements than ranks some have nothing to do in some rounds, and pass them by.
     thin = any(group.size < group.members for group in phase.groups)
@@ -370,7 +370,9 @@ def num_transfers(schedule: Schedule) -> int:
     for phase in schedule.phases:
         most = CHECKS[1] if repeats_itself(phase, ranks=schedule.ranks) else phase.num_rounds
         first = next(iter(phase.memberships))
-        parts = [(part_of(phase, rank=first, round=round_, element_bytes=1), count) for round_, count in phase.distinct_rounds()]
+        parts = [
+            (part_of(phase, rank=first, round=round_, element_bytes=1), count) for round_, count in phase.distinct_rounds()
+        ]
         sent = sum(min(count, most) * (len(part.sends) + len(part.local)) for part, count in parts)
         total += sent * len(phase.memberships)
     return total
