@@ -196,7 +196,7 @@ def _table(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Repla
     ]
     order = [found[sizes[-1]] for found in times.values()]
     return Table(
-        title=f"simulated all-reduce of {cases[0].ranks} ranks, and its speed over {next(iter(times))}",
+        title=f"simulated all-reduce of {cases[0].ranks:,} ranks, and its speed over {next(iter(times))}",
         headers=("algorithm", *(format_size(size, digits=3) for size in sizes)),
         rows=tuple(rows),
         numbers=frozenset(range(1, len(sizes) + 1)),
