@@ -326,14 +326,7 @@ def _as_asked(workload: Workload, *, stages: int | None, micro_batches: int | No
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What would another link, machine or batch bring?
-
-    Attributes:
-        words: the change, for people.
-        cluster: with the change.
-        workload: with the change.
-        assumed: what is assumed of a machine that is added, in a sentence; empty where nothing is.
-    """
+    """What would another link, machine or batch bring? `assumed` is said of a machine that is added; empty: nothing."""
 
     words: str
     cluster: Cluster
@@ -394,7 +387,7 @@ def questions(
             new = more.processors[cluster.size]
             near = nearest_to(cluster, new.speed).name
             assumed = (
-                f"Messages and calls are assumed to cost {new.name} what they cost {near}, the nearest in speed, unless given."
+                f"Messages and calls are assumed to cost {new.name} what they cost {near}, nearest in speed, unless given."
             )
         found.append(Question(words=f"with {each}", cluster=more, workload=workload, assumed=assumed))
     for each in leave_out:

@@ -259,7 +259,7 @@ def test_memory_used_of_memory_given_is_shown(tmp_path: Path) -> None:
 def test_what_is_assumed_of_an_added_machine_is_said(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(CLUSTER.replace("speed = 3.0", 'speed = 3.0\nmessage = "1 ms"'))
-    assumed = "Messages and calls are assumed to cost new2-0 what they cost old, the nearest in speed, unless given."
+    assumed = "Messages and calls are assumed to cost new2-0 what they cost old, nearest in speed, unless given."
     asked = ("plan", str(file), "--add", "speed=1.1,count=2")
     assert records(*asked[1:])[1]["assumed"] == assumed
     assert assumed in " ".join(CliRunner().invoke(app, asked).stdout.split())

@@ -20,10 +20,6 @@ _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 USAGE_ERROR: Any = typer.BadParameter.__base__
 """Base class of all errors of options; typer includes its own copy of click, which differs between versions."""
 _LONGEST_LINE = 1000
-_NARROWEST_PANELS = 80
-"""Characters of a terminal below which the columns of a help page would be cut."""
-_NAME_COLUMNS = 10
-"""Longest name of an option or a command that has its text on the same line in narrow terminals."""
 _GRACE_S = 5.0
 """Rank 0 prints an error that all ranks raise; another rank prints it only if rank 0 has not ended the job after this time."""
 
@@ -32,7 +28,7 @@ class Commands(TyperGroup):
     """Commands with exit codes: 0: done; 1: the run failed; 2: the input was refused before anything was started or written."""
 
     def make_context(self, *given: Any, **named: Any) -> Any:
-        if width() < _NARROWEST_PANELS:
+        if width() < 80:  # which would cut the columns of a help page
             _write_help_without_panels(self)
         return super().make_context(*given, **named)
 
@@ -61,7 +57,7 @@ def _write_help_without_panels(command: Any) -> None:
 
     def format_help(ctx: Any, formatter: Any) -> None:
         formatter.width = width() - 2
-        formatter.write_dl = partial(formatter.write_dl, col_max=_NAME_COLUMNS)
+        formatter.write_dl = partial(formatter.write_dl, col_max=10)  # longer names have a line of their own
         type(command).format_help(command, ctx, formatter)
 
     command.format_help, command.rich_markup_mode = format_help, None

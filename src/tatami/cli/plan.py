@@ -49,10 +49,7 @@ class PlanJob(NetworkOptions):
             "or of the speeds in it."
         ),
     ] = None
-    planner: Annotated[
-        list[str] | None,
-        optional(metavar="A,B,...", help=f"Use only these planners ({', '.join(PLANNERS)}); may be repeated."),
-    ] = None
+    planner: Annotated[list[str] | None, optional(metavar="A,B,...", help=f"Use only some of {', '.join(PLANNERS)}.")] = None
     stages: Annotated[int | None, optional(min=1, help="Number of pipeline stages; 1: none.")] = None
     micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
     recompute: Annotated[

@@ -20,7 +20,7 @@ from tatami.report.palette import MOSS
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
-    from tatami.sim.allreduce import AllReduceJob, Case, Replayed
+    from tatami.sim.allreduce import Case, Replayed
     from tatami.sim.platforms import AbstractPlatform
 
 ALLREDUCE_EPILOG = epilog(
@@ -53,9 +53,7 @@ class SimulateAllReduceJob:
     latency: Annotated[str | None, optional(help="Latency of one cable of the preset.")] = None
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks, one a host.")] = None
     sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Sizes of each rank's float32 vector.")] = "102 MB"
-    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help=f"Algorithms: {', '.join(ALGORITHMS)}.")] = (
-        "native,torus_put"
-    )
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help=", ".join(ALGORITHMS))] = "native,torus_put"
     grids: Annotated[
         str | None, typer.Option(metavar="all|2x128,...", help="Grids M x N of the tori.", show_default="the library's choice")
     ] = None
@@ -75,7 +73,7 @@ class SimulateAllReduceJob:
 @takes(SimulateAllReduceJob)
 def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     """Simulate all-reduces, transfer by transfer, for several algorithms, grids and sizes."""
-    from tatami.sim.allreduce import Case, Software, replay
+    from tatami.sim.allreduce import NATIVES, Case, Software, expand, num_transfers, replay
     from tatami.sim.processes import Runs
 
     if job.plot is not None:
@@ -114,7 +112,13 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
                         software=replace(software, **swept_software),
                     )
                     cases.append((value, machines, case))
-    jobs = [_checked(case, machines) for _, machines, case in cases]
+    jobs = [case.job(machines) for _, machines, case in cases]
+    for (_, _, case), each in zip(cases, jobs, strict=True):
+        if (transfers := num_transfers(expand(each.schedule, rule=NATIVES[each.native]))) > MOST_TRANSFERS:
+            raise InputError(
+                f"an all-reduce of {case.ranks:,} ranks by {_label(case)} takes about {transfers:,} transfers, and at most "
+                f"{MOST_TRANSFERS:,} are simulated, in a few minutes: simulate fewer ranks (--nodes, -n), or another algorithm"
+            )
     progress = progress_for()
     progress.start("simulating", total=len(jobs), unit="runs")
 
@@ -148,19 +152,6 @@ def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
         "bytes_moved": result.bytes_moved,
         "phases": [{"what": title, "end_s": end_s} for title, end_s in result.phases],
     }
-
-
-def _checked(case: Case, machines: AbstractPlatform) -> AllReduceJob:
-    """Make the job of a case. Raises InputError if its simulation would take hours."""
-    from tatami.sim.allreduce import NATIVES, expand, num_transfers
-
-    job = case.job(machines)
-    if (transfers := num_transfers(expand(job.schedule, rule=NATIVES[job.native]))) > MOST_TRANSFERS:
-        raise InputError(
-            f"an all-reduce of {case.ranks:,} ranks by {_label(case)} takes about {transfers:,} transfers, and at most "
-            f"{MOST_TRANSFERS:,} are simulated, in a few minutes: simulate fewer ranks (--nodes, -n), or another algorithm"
-        )
-    return job
 
 
 def _grids(text: str | None, *, ranks: int) -> Sequence[Grid | None]:

@@ -60,10 +60,7 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
     micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
     slow: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME:F@WHEN",
-            help="Make a processor F times slower from iteration:N on, or from a time (2s); may be repeated.",
-        ),
+        typer.Option(metavar="NAME:F@WHEN", help="Slow a processor F-fold from iteration:N, or a time (2s); may be repeated."),
     ] = None
     trace: Annotated[
         str | None,

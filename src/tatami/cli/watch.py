@@ -125,10 +125,8 @@ def _head(run: RecordedRun) -> str:
 
 
 def _curve(name: str, values: Sequence[float | None], *, columns: int) -> Text:
-    first, last = (
-        "nan" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-        for value in (values[0], values[-1])
-    )
+    shown = [math.nan if value is None else value for value in (values[0], values[-1])]
+    first, last = (f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}" for value in shown)
     room = max(1, columns - 10 - len(first) - len(last) - 4)
     return Text.assemble(f"{name:<10}", (first, "dim"), " ", (sparkline(values, columns=room), "cyan"), " ", (last, "bold"))
 

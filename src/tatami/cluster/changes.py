@@ -18,13 +18,7 @@ PATHS = ("network.bandwidth", "network.latency", "processors.NAME.speed", "proce
 """What `changed` can change."""
 _NEW = "new"
 """What a machine is called that is added without a name."""
-_MEASURED = {
-    "spread": "spread",
-    "message": "message_s",
-    "copy": "copy_bytes_per_s",
-    "call": "call_s",
-    "step": "step_s",
-}
+_MEASURED = {"message": "message_s", "copy": "copy_bytes_per_s", "call": "call_s", "step": "step_s", "spread": "spread"}
 """What a probe measures of a processor, apart from its speed: key in a file, and field."""
 
 
@@ -36,10 +30,7 @@ def changed(cluster: Cluster, path: str, value: str) -> Cluster:
     """
     first, _, rest = path.partition(".")
     if len(set(cluster.host_of.values())) == 1 and path.endswith((".bandwidth", ".latency", ".link")):
-        raise InputError(
-            f"{path} changes nothing: all {cluster.size} ranks are on host {cluster.processors[0].host!r}, and send nothing "
-            "over a network. Give a cluster file in which processors have hosts of their own"
-        )
+        raise InputError(f"{path} changes nothing: all ranks are on {cluster.processors[0].host!r}; give some another host")
     if first == "network" and rest in ("bandwidth", "latency"):
         read: Callable[[Any], float] = bandwidth_of if rest == "bandwidth" else parse_duration
         number = _read(path, value, read)

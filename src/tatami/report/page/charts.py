@@ -16,7 +16,6 @@ _OF_STEP = {"filter": "datum.step == step"}
 _INK = "currentColor"
 _LOSSES = {"training": [1, 0], "validation": [4, 3]}
 """Dashes of the curve."""
-_MOST_POINTS_SHOWN = 60
 _RANKS_NAMED = 12
 """A legend or a number in a cell is left out where there are more ranks: the labels of tiles and axes tell."""
 
@@ -196,21 +195,19 @@ def _loss(facts: RunFacts) -> Spec:
     shown = [what for what in _LOSSES if any(row["what"] == what for row in facts.losses)]
     legend = {"orient": "bottom"} if len(shown) > 1 else None
     dash = _nominal("what", None, scale={"domain": shown, "range": [_LOSSES[what] for what in shown]}, legend=legend)
-    # Vega rounds the label of a single value: 3.4 would be 3.
-    ticks: Spec = {"tickCount": 5, **({"format": ".4~g"} if min(values) == max(values) else {})}
+    ticks: Spec = {"tickCount": 5} if min(values) < max(values) else {"format": ".4~g"}  # a single value would be rounded
     y = _axis("loss", "loss (logarithmic)" if logarithmic else "loss", scale=scale, axis=ticks)
-    line = _lines(y, mark=_curve_mark(facts.losses), strokeDash=dash)
+    line = _lines(y, mark=_mark(facts.losses), strokeDash=dash)
     return _chart(facts.losses, height=240, layer=[line, _moved(facts)])
 
 
-def _curve_mark(rows: list[dict[str, Any]]) -> Spec:
-    """A line, with points where there are few: a line of one point is not seen."""
-    return {"point": {"color": _INK} if len(rows) <= _MOST_POINTS_SHOWN else False, "color": _INK}
+def _mark(rows: list[dict[str, Any]]) -> Spec:
+    return {"point": {"color": _INK} if len(rows) <= 60 else False, "color": _INK}  # a line of one point is not seen
 
 
 def _rate(facts: RunFacts) -> Spec:
     y = _axis("rate", "samples per second", scale={"zero": True}, axis={"tickCount": 5, "format": "~s"})
-    return _chart(facts.rates, height=200, layer=[_lines(y, mark=_curve_mark(facts.rates)), _moved(facts)])
+    return _chart(facts.rates, height=200, layer=[_lines(y, mark=_mark(facts.rates)), _moved(facts)])
 
 
 def _speeds(facts: RunFacts) -> Spec:

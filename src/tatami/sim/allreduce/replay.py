@@ -364,17 +364,13 @@ def repeats_itself(phase: Phase, *, ranks: int) -> bool:
 
 
 def num_transfers(schedule: Schedule) -> int:
-    """About how many transfers a replay of `schedule`, without native phases, simulates: as many for each rank as for the first
-    of a phase, and a few rounds of those that repeat themselves."""
+    """About how many transfers a replay of `schedule` simulates, if each rank of a phase has as many as its first."""
     total = 0
     for phase in schedule.phases:
         most = CHECKS[1] if repeats_itself(phase, ranks=schedule.ranks) else phase.num_rounds
-        first = next(iter(phase.memberships))
-        parts = [
-            (part_of(phase, rank=first, round=round_, element_bytes=1), count) for round_, count in phase.distinct_rounds()
-        ]
-        sent = sum(min(count, most) * (len(part.sends) + len(part.local)) for part, count in parts)
-        total += sent * len(phase.memberships)
+        for round_, count in phase.distinct_rounds():
+            part = part_of(phase, rank=next(iter(phase.memberships)), round=round_, element_bytes=1)
+            total += min(count, most) * (len(part.sends) + len(part.local)) * len(phase.memberships)
     return total
 
 
