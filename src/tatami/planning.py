@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from tatami import tiling
 from tatami.cluster import Cluster, fastest, listed_speeds, read_cluster
-from tatami.cluster.changes import changed, with_more, without
+from tatami.cluster.changes import changed, nearest_to, with_more, without
 from tatami.errors import InputError, MemoryLackError, ModelError, PlanError
 from tatami.inputs import check_at_least
 from tatami.report.machines import display_names, machine_lines, machine_table
@@ -326,11 +326,12 @@ def _as_asked(workload: Workload, *, stages: int | None, micro_batches: int | No
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What would another link, machine or batch bring?"""
+    """What would another link, machine or batch bring? `assumed` is said of a machine that is added; empty: nothing."""
 
     words: str
     cluster: Cluster
     workload: Workload
+    assumed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +382,14 @@ def questions(
                 varied = Question(words=f"{path} {value}", cluster=changed(cluster, path, value), workload=workload)
             found.append(varied)
     for each in add:
-        found.append(Question(words=f"with {each}", cluster=with_more(cluster, each), workload=workload))
+        more, assumed = with_more(cluster, each), ""
+        if cluster.messages_known or cluster.calls_known:
+            new = more.processors[cluster.size]
+            near = nearest_to(cluster, new.speed).name
+            assumed = (
+                f"Messages and calls are assumed to cost {new.name} what they cost {near}, nearest in speed, unless given."
+            )
+        found.append(Question(words=f"with {each}", cluster=more, workload=workload, assumed=assumed))
     for each in leave_out:
         names = [name.strip() for name in each.split(",")]
         found.append(Question(words=f"without {', '.join(names)}", cluster=without(cluster, names), workload=workload))

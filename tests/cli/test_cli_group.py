@@ -2,11 +2,13 @@
 
 import errno
 import io
+import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -89,6 +91,25 @@ def test_what_all_ranks_raise_rank_0_says_first(
     monkeypatch.setitem(ERRORS, "ranks", (error, 0, ""))
     assert CliRunner().invoke(app, ["fail", "ranks"]).exit_code == happened[-1][1]  # type: ignore[index]
     assert happened == [*([group._GRACE_S] if waits else []), ("error: no", 2 if isinstance(error, InputError) else 1)]
+
+
+@pytest.mark.parametrize("columns", [60, 72])
+def test_help_is_complete_in_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def paths(command: Any) -> Iterator[tuple[str, ...]]:
+        yield (command.name,)
+        yield from ((command.name, *rest) for each in getattr(command, "commands", {}).values() for rest in paths(each))
+
+    found = [path[1:] for path in paths(typer.main.get_command(everything))]
+    assert len(found) > 20
+    monkeypatch.setenv("COLUMNS", str(columns))
+    texts = {path: CliRunner().invoke(everything, [*path, "--help"]).stdout for path in found}
+    for text in texts.values():
+        assert max(map(len, text.splitlines())) <= columns
+        assert not re.search(r"…|│|\[/|\[bold|\w\.\.\.\n", text)
+    assert "  --micro-batches <int range>\n" in texts["plan",]
+    assert "Measure every rank's speed on real work, and the links between the hosts." in " ".join(texts[()].split())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "│ --planner " in CliRunner().invoke(everything, ["plan", "--help"]).stdout
 
 
 class Terminal(io.StringIO):

@@ -72,6 +72,8 @@ def test_planner_restricts_and_may_be_given_again() -> None:
     assert [record["planner"] for record in answer] == ["weighted", "even"]
     assert records("--speeds", SPEEDS, "--planner", "weighted, even") == answer
     assert answer[0]["replicas"] == [["p0"], ["p1"], ["p2"], ["p3"], ["p4"]]
+    assert [record["recommended"] for record in answer] == [True, False]
+    assert not records("--speeds", SPEEDS, "--planner", "weighted")[0]["recommended"], "nothing was compared"
 
 
 def test_a_cluster_file_gives_names_and_speeds_and_speeds_replace_its_own(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_stages_are_recommended_where_they_are_faster(tmp_path: Path) -> None:
     assert "as asked, pipeline stages" in shown
     assert "ecommended" not in shown
     four = records(*asked, "--stages", "4", "--micro-batches", "8")[-2]
-    assert four["recommended"]
+    assert not four["recommended"]
     assert (len(four["stages"]), four["micro_batches"]) == (4, [8])
     assert all(record["planner"] != "stages" for record in records(*asked, "--stages", "1"))
 
@@ -252,6 +254,15 @@ def test_memory_used_of_memory_given_is_shown(tmp_path: Path) -> None:
     assert deep.exit_code == 2
     told = r"with one sample at a time, recomputing all activations: p0 lacks .* would fit with \d+ more machines like p1"
     assert re.search(f"no room for this network, {told}", deep.stderr)
+
+
+def test_what_is_assumed_of_an_added_machine_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER.replace("speed = 3.0", 'speed = 3.0\nmessage = "1 ms"'))
+    assumed = "Messages and calls are assumed to cost new2-0 what they cost old, nearest in speed, unless given."
+    asked = ("plan", str(file), "--add", "speed=1.1,count=2")
+    assert records(*asked[1:])[1]["assumed"] == assumed
+    assert assumed in " ".join(CliRunner().invoke(app, asked).stdout.split())
 
 
 def test_one_planner_is_drawn_in_characters() -> None:

@@ -215,9 +215,17 @@ def test_the_table_and_the_picture_of_all_reduces(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code, out, _ = run(*ALLREDUCE, "--sizes", "1 MB,4 MB", "--plot", str(tmp_path / "sizes.png"))
     assert code == 0
-    assert "simulated all-reduce of 8 ranks" in out
+    assert "simulated all-reduce of 8 ranks, and its speed over native\n" in out
     assert "1.00 x" in out
     assert (tmp_path / "sizes.png").stat().st_size > 1000
+
+
+def test_an_all_reduce_that_would_take_hours_is_refused_with_its_transfers() -> None:
+    for nodes, algorithm, transfers in (("9000", "direct", "161,982,000"), ("200000", "ring", "2,800,000")):
+        code, out, err = run(*ALLREDUCE[:4], "--nodes", nodes, "--algorithms", algorithm)
+        assert (code, out) == (2, "")
+        asked = f"an all-reduce of {int(nodes):,} ranks by {algorithm} takes about {transfers} transfers"
+        assert f"{asked}, and at most 1,000,000 are simulated" in err
 
 
 def test_a_tiled_run_that_is_laid_anew() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
-from tatami.cli.watch import follow, sparkline
+from tatami.cli.watch import follow, frame, sparkline
 from tatami.errors import InputError
 from tatami.report.page import GrowingLog, read_run
 from tatami.report.page.record_shapes import PHASES
@@ -43,10 +43,11 @@ def test_the_values_of_the_log_are_shown(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["watch", str(written(tmp_path / "run.jsonl", [processes, gone, *RUN[1:]]))])
     assert shown.exit_code == 0, shown.output
     for words in (
-        "run.jsonl  iteration 1,030, epoch 3  running",
+        "run.jsonl  iteration 1,030 in epoch 4  running",
         "loss      2 █ ▁ 0.5",
         "samples/s 500 █▁▅ 450",
         "60 samples x 120 units in 1 replica",
+        "share of the work; speed, relative to the fastest rank; then milliseconds of",
         "after iteration 20: p1 is slow",
         "after iteration 464: p2 gone",
     ):
@@ -54,6 +55,19 @@ def test_the_values_of_the_log_are_shown(tmp_path: Path) -> None:
     lines = [line.split() for line in shown.stdout.splitlines()]
     assert ["p0", "75.0", "%", "1.00", "2", "2", "2", "2", "2", "41", "on", "old"] in lines
     assert ["p1", "25.0", "%", "0.33", "2", "2", "2", "2", "2", "42", "on", "new"] in lines
+
+
+def test_large_numbers_are_written_out_and_processes_leave_room_for_the_phases(tmp_path: Path) -> None:
+    processes = {"event": "processes", "iteration": 0, "ranks": {"p0": "41 on old", "p1": "42 on new"}}
+    last = {**RUN[2], "iteration": 1040, "loss": 1234.4, "samples_per_s": 154585.1}
+    log = written(tmp_path / "run.jsonl", [processes, *RUN, last])
+    shown = CliRunner().invoke(app, ["watch", str(log)]).stdout
+    assert " 1,234\n" in shown
+    assert " 154,585\n" in shown
+    narrow = io.StringIO()
+    Console(file=narrow, width=76).print(frame(read_run(log), name="run.jsonl", columns=76))
+    assert "on old" not in narrow.getvalue()
+    assert "…" not in narrow.getvalue()
 
 
 @pytest.mark.parametrize("loss", [float("nan"), None])
@@ -118,5 +132,5 @@ def test_it_waits_for_the_log_shows_what_comes_and_ends_with_the_run(tmp_path: P
     console = Console(file=screen, force_terminal=True, width=100)
     follow(GrowingLog(path), name="run.jsonl", console=console, clock=clock)
     said = screen.getvalue()
-    assert said.index("waiting for run.jsonl") < said.index("epoch 1") < said.index("ended (epochs)")
+    assert said.index("waiting for run.jsonl") < said.index("in epoch 2") < said.index("ended (epochs)")
     assert clock.num_slept < 20

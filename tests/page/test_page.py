@@ -21,6 +21,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, TatamiError
 from tatami.planning import plan
 from tatami.records import Records
+from tatami.report import page as page_package
 from tatami.report.page import LARGEST_PAGE_BYTES, RecordedRun, joined, page_of, read_run, write_page
 from tatami.report.page.charts import charts_of
 from tatami.report.page.record_shapes import PHASES
@@ -104,6 +105,29 @@ def test_the_page_has_all_of_it_is_small_and_escapes_what_it_is_told() -> None:
     assert data["charts"]["floor"]["params"] == [{"name": "step", "value": 0}]
     for said in ("p2 died", "3 ranks go on", 'type="range" min="0" max="3"', "checked 19 times", "20-120-10"):
         assert said in text
+
+
+def test_the_script_reads_what_the_facts_have_of_a_tiling() -> None:
+    script = (Path(page_package.__file__).parent / "page.js").read_text(encoding="utf-8")
+    read = set(re.findall(r"\bstep\.(\w+)", script))
+    assert "iteration" in read
+    assert read <= facts_of(recorded(a_run())).steps[0].keys()
+
+
+def test_charts_show_a_single_record_and_name_no_phase_without_time() -> None:
+    records = [record for record in a_run() if record["event"] != "train"]
+    for record in records:
+        for times in record["ranks"].values() if record["event"] == "phases" else ():
+            times["tensor_parallel_s"] = 0.0
+    one = {"event": "train", "iteration": 10, "epoch": 0, "loss": 3.445, "samples_per_s": 100.0}
+    charts = charts_of(facts_of(recorded([*records, one])))
+    words = charts["phases"]["encoding"]["color"]["scale"]["domain"]
+    assert words == [word for name, (word, _) in PHASES_SHOWN.items() if name != "tensor_parallel"]
+    for name in ("loss", "rate"):
+        assert charts[name]["layer"][0]["mark"]["point"], "a line of one point is not seen"
+    assert charts["loss"]["layer"][0]["encoding"]["y"]["axis"]["format"] == ".4~g"
+    several = charts_of(facts_of(recorded([*records, one, {**one, "iteration": 20, "loss": 2.0}])))
+    assert "format" not in several["loss"]["layer"][0]["encoding"]["y"]["axis"]
 
 
 def elements(page: str) -> list[tuple[str, list[str]]]:

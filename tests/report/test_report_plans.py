@@ -1,6 +1,7 @@
 """The answer of `tatami plan`: what machines do, what holds a plan back, what it is compared with, and what changes bring."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -226,6 +227,46 @@ def test_the_network_of_a_probed_cluster_is_all_its_pairs_and_a_link_of_its_own_
     assert faster.link("desktop", "old") == Link(bandwidth_bytes_per_s=1.25e9, latency_s=1e-3)
     assert own.link("desktop", "old") == HOME.network
     assert own.link("desktop", "laptop") == link
+
+
+def test_a_network_that_links_take_precedence_over_is_refused_and_one_that_some_do_is_warned_about() -> None:
+    link, own = Link(bandwidth_bytes_per_s=1e8, latency_s=1e-3), OwnLink(bandwidth_bytes_per_s=1e7)
+    pair = replace(HOME, links={("desktop", "laptop"): link})
+    with pytest.warns(UserWarning, match=r"^network.latency does not change the links in \[\[links\]\] \(desktop - laptop\)"):
+        changed = questions(pair, workload=GPT, vary=["network.latency=2ms"])[1].cluster
+    assert changed.link("desktop", "laptop") == link
+    assert changed.link("desktop", "old").latency_s == 2e-3
+    desktop, *others = HOME.processors
+    linked = replace(HOME, processors=(desktop, *(replace(each, link=own) for each in others)))
+    all_linked = replace(HOME, processors=tuple(replace(each, link=own) for each in HOME.processors))
+    pairs = {("desktop", "laptop"): link, ("desktop", "old"): link}
+    told = r"^network.bandwidth changes nothing: the links of hosts that have their own \((desktop, )?laptop, old\)"
+    for cluster in (all_linked, replace(linked, links=pairs)):
+        with pytest.raises(InputError, match=told):
+            questions(cluster, workload=GPT, vary=["network.bandwidth=10Gbit/s"])
+    with pytest.warns(UserWarning, match=r"does not change the links of hosts that have their own \(laptop, old\), which"):
+        questions(linked, workload=GPT, vary=["network.bandwidth=10Gbit/s"])
+    assert questions(all_linked, workload=GPT, vary=["network.latency=2ms"])[1].cluster.link("desktop", "old").latency_s == 2e-3
+    for path in ("network.bandwidth", "network.latency", "processors.p0.link"):
+        with pytest.raises(InputError, match=f"^{path} changes nothing: all ranks are on 'localhost'; give some another host"):
+            questions(Cluster.from_speeds([1.0, 2.0]), workload=MLP, vary=[f"{path}=1"])
+
+
+def test_a_machine_that_is_added_to_probed_ones_has_the_costs_of_the_nearest_in_speed() -> None:
+    costs: dict[str, Any] = {"message_s": 1e-4, "copy_bytes_per_s": 1e9, "call_s": 1e-3, "step_s": 2e-3, "spread": 0.1}
+    first, *rest = HOME.processors
+    probed = replace(HOME, processors=(replace(first, **costs), *rest))
+    for text, found in (
+        (f"speed={0.9 * first.speed},count=2", costs),
+        (f"speed={2 * first.speed},message=3us,spread=0", {**costs, "message_s": 3e-6, "spread": 0.0}),
+        (f"speed={min(each.speed for each in rest)}", {"message_s": 0.0, "call_s": 0.0, "spread": None}),
+    ):
+        asked = questions(probed, workload=GPT, add=[text])[1]
+        near = first.name if found["call_s"] else min(rest, key=lambda each: each.speed).name
+        assert f"cost new{'0' * ('count' in text)} what they cost {near}, nearest in speed, unless given" in asked.assumed
+        for new in asked.cluster.processors[len(HOME.processors) :]:
+            assert {name: getattr(new, name) for name in found} == found
+    assert questions(HOME, workload=GPT, add=["speed=60e9"])[1].assumed == ""
 
 
 def test_the_picture_has_a_bar_for_each_question() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any, Never
 
 import typer
+from rich.text import Text
 from typer.core import TyperGroup
 
-from tatami.cli.terminal import shown_warnings, tell
+from tatami.cli.terminal import shown_warnings, tell, width
 from tatami.errors import CommError, InputError, MissingExtraError, TatamiError, shortened
 
 BAD_INPUT = 2
@@ -24,6 +26,11 @@ _GRACE_S = 5.0
 
 class Commands(TyperGroup):
     """Commands with exit codes: 0: done; 1: the run failed; 2: the input was refused before anything was started or written."""
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        if width() < 80:  # which would cut the columns of a help page
+            _write_help_without_panels(self)
+        return super().make_context(*given, **named)
 
     def invoke(self, ctx: Any) -> Any:
         with shown_warnings():
@@ -43,6 +50,21 @@ class Commands(TyperGroup):
                     _end_all_ranks(error, rank=rank, exit_code=code)
                 tell(f"error: {_said(error)}", style="red")
                 raise typer.Exit(code) from None
+
+
+def _write_help_without_panels(command: Any) -> None:
+    """Let a command, and all below it, write each option on a line of its own, and below it what it means."""
+
+    def format_help(ctx: Any, formatter: Any) -> None:
+        formatter.width = width() - 2
+        formatter.write_dl = partial(formatter.write_dl, col_max=10)  # longer names have a line of their own
+        type(command).format_help(command, ctx, formatter)
+
+    command.format_help, command.rich_markup_mode = format_help, None
+    command.help, command.epilog = (Text.from_markup(text or "").plain for text in (command.help, command.epilog))
+    command.short_help = command.help.partition("\n\n")[0]  # in full: click ends its own with an ellipsis
+    for each in getattr(command, "commands", {}).values():
+        _write_help_without_panels(each)
 
 
 def _said(error: BaseException) -> str:

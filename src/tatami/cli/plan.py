@@ -20,7 +20,7 @@ from tatami.planning import Answer, PlanComparison, answers, compared, questions
 from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, save
 from tatami.report.recommended import guess_words, is_same
 from tatami.report.words import wrapped
-from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Plan, StagedPlan, at_tiles, timeline, with_speeds
+from tatami.tiling import DEFAULT_PLANNER, PLANNERS, AlphaBetaCost, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.units import format_bandwidth, format_duration
 from tatami.workload import Workload, has_blocks_of
 
@@ -49,7 +49,7 @@ class PlanJob(NetworkOptions):
             "or of the speeds in it."
         ),
     ] = None
-    planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Use only these planners; may be repeated.")] = None
+    planner: Annotated[list[str] | None, optional(metavar="A,B,...", help=f"Use only some of {', '.join(PLANNERS)}.")] = None
     stages: Annotated[int | None, optional(min=1, help="Number of pipeline stages; 1: none.")] = None
     micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
     recompute: Annotated[
@@ -134,6 +134,8 @@ def plan(job: PlanJob) -> None:
 def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict[str, Any]:
     """Return the `--json` record of a plan.
 
+    `recommended` is false of a plan that was asked for, with which nothing was compared.
+
     `replicas` has processor names; `samples` and `micro_batches` are per replica, `units` per tile.
 
     `machines` has seconds of an iteration and bytes for each processor that has a tile; `speeds` are those of the tiles, if
@@ -145,7 +147,7 @@ def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict
     times = timeline(plan.layout, cluster=run, workload=plan.workload, cost=found.cost)
     return {
         "planner": plan.planner,
-        "recommended": plan is found.recommended,
+        "recommended": plan is found.recommended and not found.is_asked,
         "same_as": next(other.planner for other in found.plans if is_same(plan, other)),
         "replicas": [[tile.processor for tile in replica] for replica in replicas],
         "samples": [replica[0].samples.size for replica in replicas],
@@ -178,7 +180,7 @@ def staged_record(plan: StagedPlan, *, found: PlanComparison, machines: Cluster)
     edges = (0, *layout.cuts, len(plan.workload.pieces))
     return {
         "planner": "stages",
-        "recommended": plan is found.recommended,
+        "recommended": plan is found.recommended and not found.is_asked,
         "stages": [
             {
                 "processors": list(stage.processors),
@@ -234,6 +236,8 @@ def _answer(job: PlanJob, machines: Cluster, workload: Workload) -> None:
     show(answer_table(words, found, clusters=[question.cluster for question in asked]))
     if AlphaBetaCost().scale(machines) != 1.0:
         show("", guess_words(width=width()))
+    for assumed in dict.fromkeys(question.assumed for question in asked if question.assumed):
+        show("", wrapped(assumed, width=width()))
     _show_host(job, machines)
     if job.plot is not None:
         show(f"picture: {job.plot}")
@@ -250,6 +254,7 @@ def _show_host(job: PlanJob, machines: Cluster) -> None:
 def _answer_record(answer: Answer) -> dict[str, Any]:
     return {
         "question": answer.question.words,
+        "assumed": answer.question.assumed,
         "samples": answer.question.workload.samples,
         "predicted_s": None if answer.plan is None else answer.plan.predicted_s,
         "speed_up": answer.speed_up,

@@ -46,7 +46,8 @@ def probe(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Cluster file to write.")] = None,
     backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Backend: mpi, threads or single. Default: mpi for more than one rank.")
+        str | None,
+        typer.Option(metavar="NAME", help="Backend: mpi, tcp, threads or single. Default: the launcher's, otherwise mpi."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,

@@ -36,7 +36,7 @@ EPILOG = epilog(
 
 _NAMES = ("model_fn", "loss_fn", "dataset")
 server = typer.Typer(
-    no_args_is_help=True, help="Parameter servers that keep training when machines die.", epilog=EPILOG, rich_markup_mode="rich"
+    no_args_is_help=True, help="Train on parameter servers that survive dying machines.", epilog=EPILOG, rich_markup_mode="rich"
 )
 
 

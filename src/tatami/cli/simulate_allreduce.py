@@ -28,6 +28,8 @@ ALLREDUCE_EPILOG = epilog(
     "tatami simulate allreduce --preset oakforest-like --nodes 64 --grids 8x8 --sweep latency=250ns,1us,4us --json",
     "tatami simulate allreduce --platform cluster.toml --algorithms ring,halving_doubling,hierarchical --plot sizes.png",
 )
+MOST_TRANSFERS = 1_000_000
+"""Most transfers of a simulated all-reduce: a core simulates 4,000 to 13,000 in a second."""
 _GRIDDED = "torus"
 _SWEPT: dict[str, Callable[[str], Any]] = {
     "latency": parse_duration,
@@ -45,13 +47,13 @@ _OF_SOFTWARE = {"message": "message_s", "put": "put_s", "sum": "sum_bytes_per_s"
 class SimulateAllReduceJob:
     """The options of `tatami simulate allreduce`; their help texts describe the fields."""
 
-    preset: Annotated[str | None, optional(help="Name of a platform.")] = None
+    preset: Annotated[str | None, optional(help="Name of a platform: oakforest-like or paper-server-10k.")] = None
     platform: PlatformFile = None
     nodes: Annotated[int | None, optional(min=1, help="Number of nodes in the preset.")] = None
     latency: Annotated[str | None, optional(help="Latency of one cable of the preset.")] = None
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks, one a host.")] = None
     sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Sizes of each rank's float32 vector.")] = "102 MB"
-    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="As in tatami bench allreduce.")] = "native,torus_put"
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help=", ".join(ALGORITHMS))] = "native,torus_put"
     grids: Annotated[
         str | None, typer.Option(metavar="all|2x128,...", help="Grids M x N of the tori.", show_default="the library's choice")
     ] = None
@@ -71,7 +73,7 @@ class SimulateAllReduceJob:
 @takes(SimulateAllReduceJob)
 def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     """Simulate all-reduces, transfer by transfer, for several algorithms, grids and sizes."""
-    from tatami.sim.allreduce import Case, Software, replay
+    from tatami.sim.allreduce import NATIVES, Case, Software, expand, num_transfers, replay
     from tatami.sim.processes import Runs
 
     if job.plot is not None:
@@ -111,6 +113,12 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
                     )
                     cases.append((value, machines, case))
     jobs = [case.job(machines) for _, machines, case in cases]
+    for (_, _, case), each in zip(cases, jobs, strict=True):
+        if (transfers := num_transfers(expand(each.schedule, rule=NATIVES[each.native]))) > MOST_TRANSFERS:
+            raise InputError(
+                f"an all-reduce of {case.ranks:,} ranks by {_label(case)} takes about {transfers:,} transfers, and at most "
+                f"{MOST_TRANSFERS:,} are simulated, in a few minutes: simulate fewer ranks (--nodes, -n), or another algorithm"
+            )
     progress = progress_for()
     progress.start("simulating", total=len(jobs), unit="runs")
 
@@ -179,7 +187,7 @@ def _table(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Repla
     ]
     order = [found[sizes[-1]] for found in times.values()]
     return Table(
-        title=f"simulated all-reduce of {cases[0].ranks} ranks, and its speed over {next(iter(times))}",
+        title=f"simulated all-reduce of {cases[0].ranks:,} ranks, and its speed over {next(iter(times))}",
         headers=("algorithm", *(format_size(size, digits=3) for size in sizes)),
         rows=tuple(rows),
         numbers=frozenset(range(1, len(sizes) + 1)),

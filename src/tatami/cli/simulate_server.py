@@ -73,7 +73,7 @@ _FIELDS = frozenset(name for name, (field, _) in _SWEPT.items() if field)
 class SimulateServerJob:
     """The options of `tatami simulate server`; their help texts describe the fields."""
 
-    preset: Annotated[str | None, optional(help="Name of a platform.")] = None
+    preset: Annotated[str | None, optional(help="Name of a platform: paper-server-10k or oakforest-like.")] = None
     platform: PlatformFile = None
     workers: Annotated[int | None, typer.Option(min=1, help="Number of workers.", show_default="all but the servers")] = None
     servers: Annotated[int, typer.Option(min=1, help="Number of servers; with --platform the last hosts.")] = 1

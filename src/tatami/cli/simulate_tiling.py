@@ -60,7 +60,7 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
     micro_batches: Annotated[int | None, optional(min=1, help="Number of micro-batches in every replica.")] = None
     slow: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:F@WHEN", help="Slow a processor F times from iteration:N, or a time (2s); may be repeated."),
+        typer.Option(metavar="NAME:F@WHEN", help="Slow a processor F-fold from iteration:N, or a time (2s); may be repeated."),
     ] = None
     trace: Annotated[
         str | None,
@@ -69,7 +69,7 @@ class SimulateTilingJob(LossOptions, NetworkOptions):
             help="Slowdowns from a CSV file (when,processor,slower: iteration:30,p0,2; 1 ends one), or random ones.",
         ),
     ] = None
-    retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
+    retile: Annotated[bool, typer.Option("--retile", help="Re-tile when the speeds of processors change.")] = False
     every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, with a check every N iterations.")] = None
     sweep: SweepOption = None
     cores: Cores = None

@@ -99,6 +99,8 @@ def _drawn(table: Table) -> RichTable:
 def _show_table(console: Console, table: Table, drawn: RichTable | None) -> None:
     """Print a table as `drawn`, or else as plain text, because a truncated table cannot be read."""
     if drawn is not None:
+        drawn.title = None  # which rich would wrap to the width of the table
+        console.print(Text(table.title, style="bold"), soft_wrap=True)
         console.print(drawn)
         return
     text = table.to_text()

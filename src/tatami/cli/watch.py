@@ -32,8 +32,11 @@ _SETTLED_LOOKS = 6
 """Number of looks without a new record after which the run has ended, because a `fit` may be followed by another one."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LAST = 4
-_WIDE = 100
-"""Width of a line from which the processes of ranks with pipeline stages are also shown."""
+_WIDE, _WIDE_STAGED = 80, 100
+"""Widths of a line from which the processes of ranks are also shown, without and with pipeline stages."""
+_PHASES = "then milliseconds of an iteration, on average since the tiling began; sums include waits for other ranks"
+_TILED = f"share of the work; speed, relative to the fastest rank; {_PHASES}"
+_STAGED = f"stage; memory, as planned; {_PHASES}"
 _MOST_RANKS = 16
 
 
@@ -90,7 +93,8 @@ def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
     if facts.rates:
         parts.append(_curve("samples/s", [row["rate"] for row in facts.rates], columns=columns))
     if facts.steps:
-        parts += [Text(""), _floor(facts), _ranks(facts, run, columns=columns)]
+        parts += [Text(""), _floor(facts), Text(_STAGED if facts.stages else _TILED, style="dim")]
+        parts.append(_ranks(facts, run, columns=columns))
     moves = [(f"iteration {row['iteration']:,}: ", row["reason"]) for row in facts.decisions]
     parts += _section("re-tiled", [f"after {when}{reason.removeprefix(when)}" for when, reason in moves])
     changes = [row for row in run.of("tiling") if re.search(r" (gone|joined)(;|$)", row.get("why", ""))]
@@ -116,12 +120,13 @@ def _head(run: RecordedRun) -> str:
     iteration = max((record["iteration"] for record in run.records if "iteration" in record), default=0)
     how = {"end": f"ended ({last.get('stopped', 'done')})", "error": f"ended by {last.get('kind', 'an error')}"}
     epochs = [record["epoch"] for record in run.of("train") if "epoch" in record]
-    epoch = f", epoch {epochs[-1]}" if epochs else ""
+    epoch = f" in epoch {epochs[-1] + 1}" if epochs else ""  # the records count from 0
     return f"iteration {iteration:,}{epoch}  {how.get(last['event'], 'running')}"
 
 
 def _curve(name: str, values: Sequence[float | None], *, columns: int) -> Text:
-    first, last = ("nan" if value is None else f"{value:.4g}" for value in (values[0], values[-1]))
+    shown = [math.nan if value is None else value for value in (values[0], values[-1])]
+    first, last = (f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}" for value in shown)
     room = max(1, columns - 10 - len(first) - len(last) - 4)
     return Text.assemble(f"{name:<10}", (first, "dim"), " ", (sparkline(values, columns=room), "cyan"), " ", (last, "bold"))
 
@@ -131,10 +136,7 @@ def _floor(facts: RunFacts) -> Text:
     replicas = f"{step['replicas']} replica{'s' if step['replicas'] != 1 else ''}"
     units = f"{step['stages']} stages" if step["stages"] else f"{step['units']:,} units"
     changed = f", tiling {len(facts.steps)}" if len(facts.steps) > 1 else ""
-    return Text.assemble(
-        (f"{step['samples']:,} samples x {units} in {replicas}{changed}", "bold"),
-        ("   (phases in milliseconds of an iteration)", "dim"),
-    )
+    return Text(f"{step['samples']:,} samples x {units} in {replicas}{changed}", style="bold")
 
 
 def _ranks(facts: RunFacts, run: RecordedRun, *, columns: int) -> RichTable:
@@ -146,12 +148,12 @@ def _ranks(facts: RunFacts, run: RecordedRun, *, columns: int) -> RichTable:
     speeds = {row["rank"]: row["speed"] for row in facts.speeds}  # the newest of each
     spent_ms = {(row["rank"], row["phase"]): row["ms"] for row in facts.phases if row["step"] == number}
     events = run.of("processes")
-    processes: dict[str, str] = events[-1]["ranks"] if events and (columns >= _WIDE or not staged) else {}
+    processes: dict[str, str] = events[-1]["ranks"] if events and columns >= (_WIDE_STAGED if staged else _WIDE) else {}
     table = RichTable(box=None, pad_edge=False, header_style="dim")
     phases = [phase for phase in PHASES if any(row["phase"] == phase for row in facts.phases)] or [*PHASES][:5]
     table.add_column("rank")
     for head in (*(("stage", "memory") if staged else ("share", "speed")), *(PHASES[phase][0] for phase in phases)):
-        table.add_column(head, justify="right")
+        table.add_column(head if columns >= _WIDE_STAGED else head.replace(" ", "\n"), justify="right")
     if processes:
         table.add_column("process")
     for rank in facts.ranks[:_MOST_RANKS]:

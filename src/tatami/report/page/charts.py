@@ -56,8 +56,8 @@ def _axis(name: str, title: str, **more: Any) -> Spec:
 
 
 def _shown(rows: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """The words and the colours of those phases that rows have."""
-    shown = [PHASES[phase] for phase in PHASES if any(row["phase"] == phase for row in rows)]
+    """The words and the colours of those phases in which rows spend time."""
+    shown = [PHASES[phase] for phase in PHASES if any(row["phase"] == phase and row.get("ms") != 0 for row in rows)]
     return [word for word, _ in shown], [colour for _, colour in shown]
 
 
@@ -195,18 +195,23 @@ def _loss(facts: RunFacts) -> Spec:
     shown = [what for what in _LOSSES if any(row["what"] == what for row in facts.losses)]
     legend = {"orient": "bottom"} if len(shown) > 1 else None
     dash = _nominal("what", None, scale={"domain": shown, "range": [_LOSSES[what] for what in shown]}, legend=legend)
-    y = _axis("loss", "loss (logarithmic)" if logarithmic else "loss", scale=scale, axis={"tickCount": 5})
-    line = _lines(y, mark={"point": {"color": _INK} if len(values) <= 60 else False, "color": _INK}, strokeDash=dash)
+    ticks: Spec = {"tickCount": 5} if min(values) < max(values) else {"format": ".4~g"}  # a single value would be rounded
+    y = _axis("loss", "loss (logarithmic)" if logarithmic else "loss", scale=scale, axis=ticks)
+    line = _lines(y, mark=_mark(facts.losses), strokeDash=dash)
     return _chart(facts.losses, height=240, layer=[line, _moved(facts)])
+
+
+def _mark(rows: list[dict[str, Any]]) -> Spec:
+    return {"point": {"color": _INK} if len(rows) <= 60 else False, "color": _INK}  # a line of one point is not seen
 
 
 def _rate(facts: RunFacts) -> Spec:
     y = _axis("rate", "samples per second", scale={"zero": True}, axis={"tickCount": 5, "format": "~s"})
-    return _chart(facts.rates, height=200, layer=[_lines(y, mark={"color": _INK}), _moved(facts)])
+    return _chart(facts.rates, height=200, layer=[_lines(y, mark=_mark(facts.rates)), _moved(facts)])
 
 
 def _speeds(facts: RunFacts) -> Spec:
-    y = _axis("speed", "speed, of the fastest", scale={"domain": [0, 1]}, axis={"tickCount": 5})
+    y = _axis("speed", "speed relative to the fastest", scale={"domain": [0, 1]}, axis={"tickCount": 5})
     line = _lines(y, mark={"interpolate": "step-after", "point": True}, color=_rank_color(facts))
     alarms = {
         "data": {"values": facts.alarms},

@@ -17,9 +17,9 @@ function show() {
   if (!slider) return;
   const number = Number(slider.value);
   const step = steps[number];
-  const replicas = `${step.columns} replica${step.columns === 1 ? "" : "s"}`;
+  const replicas = `${step.replicas} replica${step.replicas === 1 ? "" : "s"}`;
   const laid = step.stages ? `${step.stages} stages of ${replicas}` : `${step.tiles} tile${step.tiles === 1 ? "" : "s"} in ${replicas}`;
-  const told = `${number + 1} of ${steps.length}, after iteration ${step.iteration}: ${laid}; ${step.why}`;
+  const told = `${number + 1} of ${steps.length}, after iteration ${step.iteration}: ${laid}${step.why && `; ${step.why}`}`;
   document.getElementById("told").textContent = told;
   slider.setAttribute("aria-valuetext", told);
   const note = document.getElementById("native");

@@ -2,7 +2,7 @@
 
 from tatami.sim.allreduce.allreduce_job import AllReduceJob, Case, Replayed, grids_of, replay
 from tatami.sim.allreduce.natives import NATIVES, WholeDoubling, expand
-from tatami.sim.allreduce.replay import Replay
+from tatami.sim.allreduce.replay import Replay, num_transfers
 from tatami.sim.allreduce.software import Fragment, Software
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "WholeDoubling",
     "expand",
     "grids_of",
+    "num_transfers",
     "replay",
 ]

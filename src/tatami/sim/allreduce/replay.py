@@ -270,10 +270,7 @@ class Replay:
     # -- rounds that are alike ------------------------------------------------------------------------------------
 
     def _settling_of(self, phase: Phase) -> Settling | None:
-        alike = phase.sync is Sync.ARRIVAL and phase.num_rounds > CHECKS[0] and len(list(phase.distinct_rounds())) == 1
-        # With fewer elements than ranks some have nothing to do in some rounds, and pass them by.
-        thin = any(group.size < group.members for group in phase.groups)
-        if not alike or thin or len(phase.memberships) < self._schedule.ranks:
+        if not repeats_itself(phase, ranks=self._schedule.ranks):
             return None
         return Settling(ranks=self._schedule.ranks, rounds=phase.num_rounds)
 
@@ -356,6 +353,25 @@ class RankTransfers:
     @property
     def empty(self) -> bool:
         return not (self.sends or self.receives or self.local)
+
+
+def repeats_itself(phase: Phase, *, ranks: int) -> bool:
+    """Whether only the first rounds of a phase must be simulated: all are alike, and all of `ranks` ranks are in them."""
+    alike = phase.sync is Sync.ARRIVAL and phase.num_rounds > CHECKS[0] and len(list(phase.distinct_rounds())) == 1
+    # With fewer elements than ranks some have nothing to do in some rounds, and pass them by.
+    thin = any(group.size < group.members for group in phase.groups)
+    return alike and not thin and len(phase.memberships) == ranks
+
+
+def num_transfers(schedule: Schedule) -> int:
+    """About how many transfers a replay of `schedule` simulates, if each rank of a phase has as many as its first."""
+    total = 0
+    for phase in schedule.phases:
+        most = CHECKS[1] if repeats_itself(phase, ranks=schedule.ranks) else phase.num_rounds
+        for round_, count in phase.distinct_rounds():
+            part = part_of(phase, rank=next(iter(phase.memberships)), round=round_, element_bytes=1)
+            total += min(count, most) * (len(part.sends) + len(part.local)) * len(phase.memberships)
+    return total
 
 
 def part_of(phase: Phase, *, rank: int, round: int, element_bytes: int) -> RankTransfers:
