@@ -167,6 +167,37 @@ class Draws(Callback):
         trainer.should_stop = trainer.iteration == self.stop_at
 
 
+class EpochCounter(Callback):
+    """Lowers the learning rate when an epoch begins, and counts epochs."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_train_epoch_start(self, trainer: Any) -> None:
+        self.epochs += 1
+        trainer.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def test_an_epoch_that_is_gone_on_with_begins_once_for_callbacks(comm: AbstractCommunicator, tmp_path: Path) -> None:
+    def fit(place: str, **options: Any) -> tuple[list[float], int]:
+        counter = EpochCounter()
+        trainer = trainer_of(comm, tmp_path / place, some_layouts(comm.size)[-1], counter)
+        return trainer.fit(inputs(), batch_size=BATCH, **{"epochs": 3, **options}).losses, counter.epochs
+
+    straight, epochs = fit("straight")
+    assert epochs == 3
+    for iterations, begun in ((2, 1), (3, 1), (5, 2)):
+        first, rest = fit(str(iterations), iterations=iterations), fit(str(iterations), resume=True)
+        assert first[0] + rest[0] == straight
+        assert (first[1], rest[1]) == (begun, 3)
+
+
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Draws for every sample."""
 
