@@ -539,6 +539,21 @@ class GradientEngine:
         return next(name for name, own in self._module.named_parameters() if own is parameter)
 
 
+def notice_backward(output: Any, on_moment: Callable[[PassMoment], None]) -> None:
+    """Call `on_moment` when a backward pass comes to `output`, where no engine watches it, and when that pass ends."""
+    task = [-1]
+
+    def arrive(_: torch.Tensor) -> None:
+        if task[0] != _internals._current_graph_task_id():
+            task[0] = _internals._current_graph_task_id()
+            on_moment(PassMoment.BACKWARD)
+            _engine.queue_callback(functools.partial(on_moment, PassMoment.END))
+
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(arrive)
+
+
 def _likely_axis(output: torch.Tensor, *, samples: int | None) -> int | None:
     """The axis of the samples of an output: one that is as long, or the first, if it is several times as long; None where that
     is none, or several."""
