@@ -11,6 +11,20 @@ from torch import nn
 from tatami.errors import ModelError
 
 
+_PASSES = 4
+"""Forward passes are counted modulo this, so that float32 has the facts of four million samples exactly."""
+
+
+def batch_facts(samples: int, *, passes: int) -> int:
+    """What replicas compare in every sum: the samples of the global batch, and the forward passes since the last sum."""
+    return samples * _PASSES + passes % _PASSES
+
+
+def split_facts(facts: int) -> tuple[int, int]:
+    """The number of samples, and that of forward passes modulo four, of `batch_facts`."""
+    return divmod(facts, _PASSES)
+
+
 class AbstractGradientSums(ABC):
     """Sums the gradients of one model over its replicas."""
 
@@ -58,7 +72,7 @@ class AbstractGradientSums(ABC):
             parameters: all that are trained, the same on all ranks.
             gradients: this rank's, dense; None where a parameter had no part in the pass. Their memory may become the result.
             weight: of this rank in the sum.
-            samples: of the global batch, in which replicas may find that they were given different ones.
+            samples: the `batch_facts`, in which replicas may find that they were given different ones.
 
         Returns:
             The sums; None where no rank had a part.
