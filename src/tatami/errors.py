@@ -122,7 +122,7 @@ class CheckpointError(InputError):
 
 
 class NotGivenError(InputError, AttributeError):
-    """An attribute that follows from arguments which were not given; so `hasattr` and `getattr` with a default find none."""
+    """An attribute that follows from arguments which were not given: `hasattr` is false."""
 
 
 class OutputExistsError(InputError, FileExistsError):

@@ -207,8 +207,8 @@ class Begins(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, loss: float) -> None:  # noqa: ARG002
         if trainer.iteration == 2:
-            assert trainer._run is not None
-            self.state = copy.deepcopy({**trainer._run.state_dict(), "lr": trainer.optimizer.param_groups[0]["lr"]})
+            run: Any = trainer._run
+            self.state = copy.deepcopy({**run.state_dict(), "lr": trainer.optimizer.param_groups[0]["lr"]})
 
     def state_dict(self) -> dict[str, int]:
         return {"epochs": self.epochs}
@@ -221,15 +221,11 @@ def test_a_rank_begins_an_epoch_as_the_others_have_and_goes_back_to_the_folder_t
     """By repairs that let one rank join, or go back, without a death; three updates an epoch."""
 
     class Told(Steps):
-        gives: dict[str, Any] | None = None
-        returns = False
-
-        @property
-        def joins(self) -> bool:
-            return self.gives is not None
+        gives: dict[str, Any]
+        joins = returns = False
 
         def enter(self) -> None:
-            if self.gives is not None:
+            if self.joins:
                 self._carry["fit"].load_state_dict(self.gives)
                 self.optimizer.param_groups[0]["lr"] = self.gives["lr"]
 
@@ -237,7 +233,7 @@ def test_a_rank_begins_an_epoch_as_the_others_have_and_goes_back_to_the_folder_t
         def fit(begins: Begins, *, joins: Any = None, returns: bool = False, **options: Any) -> Trainer:
             def make(model: Any, optimizer: Any, state: Any) -> Told:
                 told = Told(model, optimizer, count=0, carry={"fit": state}, session=None, put_back=state.put_back)
-                told.gives, told.returns = joins, returns
+                told.gives, told.joins, told.returns = joins, joins is not None, returns
                 return told
 
             elastic = ElasticCommunicator(inner, names=("a",))
@@ -252,11 +248,11 @@ def test_a_rank_begins_an_epoch_as_the_others_have_and_goes_back_to_the_folder_t
                 set_repairs(None)
             return trainer
 
-        first, new = Begins(), Begins()
-        fit(first, iterations=5, saves=True)
-        trainer = fit(new, joins=first.state, iterations=5)
+        fit(first := Begins(), iterations=5, saves=True)
+        trainer = fit(new := Begins(), joins=first.state, iterations=5)
         assert (trainer.iteration, new.epochs, trainer.optimizer.param_groups[0]["lr"]) == (5, 2, 0.25)
-        assert fit(Begins(), returns=True, resume=tmp_path, iterations=7).iteration == 7
+        trainer = fit(old := Begins(), returns=True, resume=tmp_path, iterations=7)
+        assert (trainer.iteration, old.epochs, trainer.optimizer.param_groups[0]["lr"]) == (7, 3, 0.125)
         with pytest.raises(InputError, match=r"a callback calls evaluate.* in on_train_epoch_start, which a rank that joins"):
             fit(Begins(evaluates=True), iterations=5)
 

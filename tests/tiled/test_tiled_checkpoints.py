@@ -167,37 +167,6 @@ class Draws(Callback):
         trainer.should_stop = trainer.iteration == self.stop_at
 
 
-class EpochCounter(Callback):
-    """Lowers the learning rate when an epoch begins, and counts epochs."""
-
-    def __init__(self) -> None:
-        self.epochs = 0
-
-    def on_train_epoch_start(self, trainer: Any) -> None:
-        self.epochs += 1
-        trainer.optimizer.param_groups[0]["lr"] *= 0.5
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epochs = state["epochs"]
-
-
-def test_an_epoch_that_is_gone_on_with_begins_once_for_callbacks(comm: AbstractCommunicator, tmp_path: Path) -> None:
-    def fit(place: str, **options: Any) -> tuple[list[float], int]:
-        counter = EpochCounter()
-        trainer = trainer_of(comm, tmp_path / place, some_layouts(comm.size)[-1], counter)
-        return trainer.fit(inputs(), batch_size=BATCH, **{"epochs": 3, **options}).losses, counter.epochs
-
-    straight, epochs = fit("straight")
-    assert epochs == 3
-    for iterations, begun in ((2, 1), (3, 1), (5, 2)):
-        first, rest = fit(str(iterations), iterations=iterations), fit(str(iterations), resume=True)
-        assert first[0] + rest[0] == straight
-        assert (first[1], rest[1]) == (begun, 3)
-
-
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Draws for every sample."""
 
@@ -389,6 +358,24 @@ def test_where_it_goes_on_is_told_once(folder: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nothing"):
         run_threads(lambda comm: run(comm, folder, some_layouts(comm.size)[0], resume=folder / "nothing"), size=1)
     assert "training begins" not in capsys.readouterr().out
+
+
+class MoreDropout(Callback):
+    def on_fit_start(self, trainer: Any) -> None:
+        trainer.model.module[2].p = 0.4
+
+
+def test_a_run_that_goes_on_with_another_dropout_warns_once(folder: Path) -> None:
+    def body(comm: AbstractCommunicator, *callbacks: Callback, number: int = 1, **options: Any) -> None:
+        trainer_of(comm, folder, some_layouts(2)[number], *callbacks).fit(inputs(), batch_size=BATCH, **options)
+
+    run_threads(partial(body, iterations=2, number=0), size=2)
+    run_threads(partial(body, iterations=3, resume=True), size=2)
+    with pytest.warns(
+        UserWarning, match=r"than that of the checkpoint, and goes on with them: 2\.p is 0\.4 \(was 0\.2\)$"
+    ) as seen:
+        run_threads(lambda comm: body(comm, MoreDropout(), iterations=4, resume=True), size=2)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing"])

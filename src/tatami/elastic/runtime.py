@@ -316,8 +316,7 @@ class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
 
     def _turn_away(self, name: str, failed: ScriptFailed) -> None:
         """A process that was to join has failed before it was let in: the others do without it."""
-        error = failed.error
-        self._history.not_joined[name] = f"does not join the run, as its script failed: {type(error).__name__}: {error}"
+        self._history.not_joined[name] = f"its script failed: {type(failed.error).__name__}: {failed.error}"
         print(f"tatami: {name} does not join the run, as its script failed:\n{failed.trace}", file=sys.stderr, flush=True)
         self._tell(Died(member=name))
         self._released.add(name)

@@ -10,19 +10,8 @@ from torch import nn
 
 from tatami.errors import ModelError
 
-
-_PASSES = 4
-"""Forward passes are counted modulo this, so that float32 has the facts of four million samples exactly."""
-
-
-def batch_facts(samples: int, *, passes: int) -> int:
-    """What replicas compare in every sum: the samples of the global batch, and the forward passes since the last sum."""
-    return samples * _PASSES + passes % _PASSES
-
-
-def split_facts(facts: int) -> tuple[int, int]:
-    """The number of samples, and that of forward passes modulo four, of `batch_facts`."""
-    return divmod(facts, _PASSES)
+PASSES = 4
+"""Forward passes are counted modulo this, so that float32 has `samples` of four million samples exactly; see `finish`."""
 
 
 class AbstractGradientSums(ABC):
@@ -72,7 +61,8 @@ class AbstractGradientSums(ABC):
             parameters: all that are trained, the same on all ranks.
             gradients: this rank's, dense; None where a parameter had no part in the pass. Their memory may become the result.
             weight: of this rank in the sum.
-            samples: the `batch_facts`, in which replicas may find that they were given different ones.
+            samples: of the global batch, times `PASSES`, and the number of forward passes since the last sum, in which
+                replicas may find that they differ.
 
         Returns:
             The sums; None where no rank had a part.

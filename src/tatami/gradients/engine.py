@@ -51,7 +51,7 @@ from torch.utils import _pytree as pytree
 from tatami.comm.agreement import announce
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TatamiError, TrainingError
-from tatami.gradients.base import AbstractGradientSums, batch_facts
+from tatami.gradients.base import PASSES, AbstractGradientSums
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.parameter_hooks import ParameterHooks
 from tatami.gradients.passes import (
@@ -464,7 +464,7 @@ class GradientEngine:
             self._deliver(trained, [grad if grad is None or weight == 1.0 else grad * weight for grad in own])
             return
         try:
-            samples, self._num_begun = batch_facts((self._last or found).samples, passes=self._num_begun), 0
+            samples, self._num_begun = PASSES * (self._last or found).samples + self._num_begun % PASSES, 0
             sums = self._sums.finish(trained, own, weight=weight, samples=samples)
         except InputError:  # the same on all ranks: nothing is left of the pass
             self._end_pass()

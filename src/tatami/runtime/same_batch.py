@@ -22,7 +22,7 @@ import torch
 
 from tatami.comm.agreement import debugging
 from tatami.errors import InputError
-from tatami.gradients.base import split_facts
+from tatami.gradients.base import PASSES
 
 _NUMBERS = 16
 """So many numbers of a tensor are looked at, spread over it."""
@@ -123,8 +123,8 @@ def refuse_other_batches(
 
 
 def different_sizes(sizes: Sequence[float], *, replicas: Sequence[Sequence[int]]) -> InputError:
-    """What to raise where the `batch_facts` of the replicas, which are the same on all ranks, differ."""
-    found = {rank: split_facts(int(size)) for size, ranks in zip(sizes, replicas, strict=True) for rank in ranks}
+    """What to raise where the `samples` that `AbstractGradientSums.finish` got differ between replicas; known on all ranks."""
+    found = {rank: divmod(int(size), PASSES) for size, ranks in zip(sizes, replicas, strict=True) for rank in ranks}
     first = min(found)
     other = next((rank for rank in sorted(found) if found[rank][1] != found[first][1]), None)
     if other is not None:

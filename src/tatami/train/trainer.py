@@ -223,7 +223,7 @@ class Trainer:
             metrics: of the validation, see `evaluate`.
             resume: True: go on from the newest checkpoint of this Trainer's folder, in mid-epoch, if there is one; or the
                 folder of another run. The limits count from the beginning of the `fit` that is gone on with. Where True finds
-                no checkpoint, training begins, and the file of earlier `records` is kept under a free name.
+                none, training begins, and the file of earlier `records` is kept under a free name.
 
         Raises:
             CheckpointError: on all ranks: the checkpoint is damaged, or of another network or optimizer.
@@ -342,8 +342,8 @@ class Trainer:
                 return body()
             if self._run is not None and self._run.begins_epoch:
                 raise InputError(
-                    "a callback calls evaluate, predict, save or load of the Trainer in on_train_epoch_start, which a rank that "
-                    "joins an elastic run in mid-epoch goes through alone. Call it in on_train_epoch_end"
+                    "a callback calls evaluate, predict, save or load of the Trainer in on_train_epoch_start, which a rank "
+                    "that joins an elastic run in mid-epoch goes through alone. Call it in on_train_epoch_end"
                 )
             return self._repairs.whole(body)
 
