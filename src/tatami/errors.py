@@ -11,6 +11,7 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
     │   ├── ModelError                          a network that cannot be tiled, or a random layer refused by name
     │   ├── DataError                           a data file; names the line
     │   ├── CheckpointError                     weights of another network, a damaged file
+    │   ├── NotGivenError (AttributeError)      an attribute of what was made without the arguments that it follows from
     │   └── OutputExistsError (FileExistsError) an output file that would be overwritten
     ├── MissingExtraError (ImportError)         an optional dependency; names the pip command
     ├── CommError (RuntimeError)                bytes did not move
@@ -118,6 +119,10 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """Weights that do not fit this network, or a file that is damaged; names the tensor or the file."""
+
+
+class NotGivenError(InputError, AttributeError):
+    """An attribute that follows from arguments which were not given: `hasattr` is false."""
 
 
 class OutputExistsError(InputError, FileExistsError):

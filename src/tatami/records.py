@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
 from tatami.errors import InputError, MissingExtraError
-from tatami.outputs import check_folder, check_output, write_text
+from tatami.outputs import check_folder, check_output, free_name, write_text
 
 _MOST_CURVES = 64
 """Most curves of one mapping, such as the speeds of the ranks, for loggers."""
@@ -39,8 +39,8 @@ class Records:
         tensorboard: a directory for TensorBoard's event files; None writes none.
         loggers: what else gets the numbers, named as in TensorBoard ("train/loss"): "wandb" and "mlflow" log to the run that is
             active, or begin one; a function is called with (numbers by name, iteration).
-        force: overwrite an existing `path`. Without it, `fit(resume=True)` that finds a checkpoint goes on behind the records
-            that are there, and every other run refuses them.
+        force: overwrite an existing `path`. Without it, `fit(resume=True)` goes on behind the records that are there, or keeps
+            them under a free name where it finds no checkpoint; every other run refuses them.
         settings: of the run, for the first line of `path`.
 
     Raises:
@@ -121,6 +121,12 @@ class Records:
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         write_text(self._path, "".join(line for line in lines if _is_before(line, iteration)), force=True)
         self._open("a")
+
+    def set_aside(self) -> None:
+        """Keep the records of an attempt that came to no checkpoint, unless they may be lost: this run begins from the start."""
+        if self._path is not None and self._file is None and not self.may_overwrite and _has_records(self._path):
+            kept = self._path.rename(free_name(self._path))
+            print(f"tatami: the records that were in {self._path} are in {kept} now", flush=True)
 
     def _open(self, mode: str) -> TextIO:
         assert self._path is not None

@@ -80,3 +80,13 @@ def test_a_program_that_adds_until_there_are_enough_members_is_stopped(control: 
         keep_four()
     assert len(control.starting) == MOST_STARTING
     assert len(cast(Any, control)._ranks.members) == 4
+
+
+def test_one_that_dies_while_it_sets_up_is_in_the_report(control: runtime.ElasticRuntime) -> None:
+    died, silent, removed = (control.add() for _ in range(3))
+    control.remove(removed)
+    cast(Any, control)._processors[silent] = None  # it has come to the loop, and waits to be let in
+    for name in (died, silent, removed):
+        control._gone(name, cast(Any, None), name == silent)
+    told = {died: "died before it joined the run", silent: "gave no sign of life before it joined the run"}
+    assert control.report().not_joined == told

@@ -4,6 +4,8 @@ import copy
 import threading
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,15 @@ import tatami
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.comm.elastic import ElasticCommunicator
+from tatami.elastic.steps import Steps
 from tatami.errors import InputError
 from tatami.membership import Held, Regroup, mirrors_of, takes
 from tatami.retiling import Retiler
 from tatami.state.mirroring import MirrorTensors
 from tatami.state.regroup import relay
+from tatami.state.repairing import set_repairs
 from tatami.tiling import Layout, Replica, StagedLayout
-from tatami.train import ModelCheckpoint, Retiling, Trainer, WeightAverage, tile, whole_state_dict
+from tatami.train import Callback, ModelCheckpoint, Retiling, Trainer, WeightAverage, tile, whole_state_dict
 
 
 def layout(*replicas: tuple[str, ...]) -> Layout:
@@ -187,3 +191,69 @@ def test_what_does_not_follow_changes_of_the_ranks_is_refused() -> None:
             Trainer(model, optimizer=sgd, loss=nn.MSELoss()).fit((x, x), batch_size=4, iterations=1)
 
     run_threads(body, size=2)
+
+
+class Begins(Callback):
+    """Counts epochs and halves the learning rate where they begin; keeps the state of the Trainer after two updates."""
+
+    def __init__(self, *, evaluates: bool = False) -> None:
+        self.epochs, self.evaluates, self.state = 0, evaluates, dict[str, Any]()
+
+    def on_train_epoch_start(self, trainer: Trainer) -> None:
+        self.epochs += 1
+        trainer.optimizer.param_groups[0]["lr"] *= 0.5
+        if self.evaluates:
+            trainer.evaluate((torch.ones(4, 4).double(), torch.ones(4, 4).double()), batch_size=4)
+
+    def on_train_batch_end(self, trainer: Trainer, loss: float) -> None:  # noqa: ARG002
+        if trainer.iteration == 2:
+            run: Any = trainer._run
+            self.state = copy.deepcopy({**run.state_dict(), "lr": trainer.optimizer.param_groups[0]["lr"]})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
+def test_a_rank_begins_an_epoch_as_the_others_have_and_goes_back_to_the_folder_that_the_run_came_from(tmp_path: Path) -> None:
+    """By repairs that let one rank join, or go back, without a death; three updates an epoch."""
+
+    class Told(Steps):
+        gives: dict[str, Any]
+        joins = returns = False
+
+        def enter(self) -> None:
+            if self.joins:
+                self._carry["fit"].load_state_dict(self.gives)
+                self.optimizer.param_groups[0]["lr"] = self.gives["lr"]
+
+    def body(inner: AbstractCommunicator) -> None:
+        def fit(begins: Begins, *, joins: Any = None, returns: bool = False, **options: Any) -> Trainer:
+            def make(model: Any, optimizer: Any, state: Any) -> Told:
+                told = Told(model, optimizer, count=0, carry={"fit": state}, session=None, put_back=state.put_back)
+                told.gives, told.joins, told.returns = joins, joins is not None, returns
+                return told
+
+            elastic = ElasticCommunicator(inner, names=("a",))
+            model = tile(nn.Linear(4, 4).double(), elastic, batch_size=4, speeds="equal", reduction="mean", quiet=True)
+            checkpoint = ModelCheckpoint(dirpath=tmp_path) if options.pop("saves", False) else None
+            sgd, x = partial(torch.optim.SGD, lr=1.0), torch.ones(12, 4, dtype=torch.float64)
+            trainer = Trainer(model, optimizer=sgd, loss=nn.MSELoss(), callbacks=[begins], checkpoint=checkpoint)
+            set_repairs(make)
+            try:
+                trainer.fit((x, x), batch_size=4, **options)
+            finally:
+                set_repairs(None)
+            return trainer
+
+        fit(first := Begins(), iterations=5, saves=True)
+        trainer = fit(new := Begins(), joins=first.state, iterations=5)
+        assert (trainer.iteration, new.epochs, trainer.optimizer.param_groups[0]["lr"]) == (5, 2, 0.25)
+        trainer = fit(old := Begins(), returns=True, resume=tmp_path, iterations=7)
+        assert (trainer.iteration, old.epochs, trainer.optimizer.param_groups[0]["lr"]) == (7, 3, 0.125)
+        with pytest.raises(InputError, match=r"a callback calls evaluate.* in on_train_epoch_start, which a rank that joins"):
+            fit(Begins(evaluates=True), iterations=5)
+
+    run_threads(body, size=1)

@@ -407,6 +407,8 @@ def test_a_rank_whose_script_fails_before_it_is_let_in_is_turned_away(
     ]
     assert (json.loads(record)["exit_code"], json.loads(record)["changes"]) == (0, [])
     assert json.loads(report.read_text())["changes"] == []
+    told_of = {"p2": "its script failed: ValueError: there is no data on this machine"}
+    assert json.loads(report.read_text())["not_joined"] == json.loads(record)["not_joined"] == told_of
     assert json.loads(report.read_text())["first_members"] == ["p0", "p1"]
     assert json.loads(report.read_text())["settings"]["ranks"] == 2
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drawing import mlp
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator, run_threads
-from tatami.errors import ClusterError, InputError
+from tatami.errors import ClusterError, InputError, NotGivenError
 from tatami.parallel import DataParallel, SynchronizedSampler
 from tatami.parallel.speed_shares import SpeedShares
 
@@ -112,8 +112,9 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
             SynchronizedSampler(range(4), comm, speeds=[1], global_batch=2)
         with pytest.raises(InputError, match="at least 1, not 0"):
             SynchronizedSampler(range(4), comm, share="exact", speeds=[1], global_batch=0)
-        with pytest.raises(InputError, match="batch_size is known where speeds="):
+        with pytest.raises(NotGivenError, match="batch_size is known where speeds="):
             _ = SynchronizedSampler(range(4), comm).batch_size
+        assert getattr(SynchronizedSampler(range(4), comm), "batch_size", 5) == 5
         model = DataParallel(network(), comm)
         with pytest.raises(InputError, match=r"same number of samples, not \[2, 3\]"):
             model.local(torch.zeros(2), torch.zeros(3))

@@ -210,6 +210,8 @@ def test_a_stand_in_says_where_its_value_is() -> None:
     assert (shown * 2).shape == (3,)
     with pytest.raises(ModelError, match="another stage"):
         shown.sum().item()
+    with pytest.raises(ModelError, match="for others, such as CTCLoss, use one stage"):
+        F.ctc_loss(stand_in_of(torch.empty(5, 2, 3)), torch.ones(2, 1).long(), torch.tensor([5, 5]), torch.tensor([1, 1]))
     channel: Any = None
     with pytest.raises(ModelError, match="the loss reads weights or values of other pipeline stages"):
         ReceivedParcel(channel, Parcel(value=0, micro_batch=0, source=0, target=1)).give(shown)

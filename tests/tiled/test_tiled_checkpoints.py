@@ -250,11 +250,15 @@ def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) 
     assert first == [("settings", 0), *(("train", number) for number in range(1, 6)), ("end", 5)]
     assert fit("saved", iterations=7, resume=True) == [*first[:-1], ("train", 6), ("train", 7), ("end", 7)]
     text = path.read_text(encoding="utf-8")
-    for saved, options in (("other", {"resume": True}), ("another", {"resume": tmp_path / "saved"}), ("third", {})):
+    for saved, options in (("another", {"resume": tmp_path / "saved"}), ("third", {})):
         with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):  # of another run than this one
             fit(saved, iterations=1, **options)
         assert path.read_text(encoding="utf-8") == text
-    assert fit("other", force=True, iterations=1) == [("settings", 0), ("train", 1), ("end", 1)]
+    once = [("settings", 0), ("train", 1), ("end", 1)]
+    assert fit("other", iterations=1, resume=True) == once
+    assert (tmp_path / "run-1.jsonl").read_text(encoding="utf-8") == text, "of an attempt that came to no checkpoint"
+    assert fit("fourth", force=True, iterations=1, resume=True) == once
+    assert not (tmp_path / "run-2.jsonl").exists()
 
 
 @pytest.mark.ranks(2)
@@ -354,6 +358,24 @@ def test_where_it_goes_on_is_told_once(folder: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nothing"):
         run_threads(lambda comm: run(comm, folder, some_layouts(comm.size)[0], resume=folder / "nothing"), size=1)
     assert "training begins" not in capsys.readouterr().out
+
+
+class MoreDropout(Callback):
+    def on_fit_start(self, trainer: Any) -> None:
+        trainer.model.module[2].p = 0.4
+
+
+def test_a_run_that_goes_on_with_another_dropout_warns_once(folder: Path) -> None:
+    def body(comm: AbstractCommunicator, *callbacks: Callback, number: int = 1, **options: Any) -> None:
+        trainer_of(comm, folder, some_layouts(2)[number], *callbacks).fit(inputs(), batch_size=BATCH, **options)
+
+    run_threads(partial(body, iterations=2, number=0), size=2)
+    run_threads(partial(body, iterations=3, resume=True), size=2)
+    with pytest.warns(
+        UserWarning, match=r"than that of the checkpoint, and goes on with them: 2\.p is 0\.4 \(was 0\.2\)$"
+    ) as seen:
+        run_threads(lambda comm: body(comm, MoreDropout(), iterations=4, resume=True), size=2)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing"])

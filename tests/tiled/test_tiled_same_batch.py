@@ -72,6 +72,18 @@ def test_batches_of_other_sizes_are_found_in_every_pass(comm: AbstractCommunicat
     step(model, *batch())
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.threads_only
+def test_a_rank_that_leaves_a_backward_pass_out_is_found_in_the_next_sum(comm: AbstractCommunicator) -> None:
+    built, last, (x, y) = network(), comm.size - 1, batch()
+    model = tiled(built, comm, layout=one_row(comm.size), batch_size=SAMPLES)
+    step(model, x, y)
+    if comm.rank == last:
+        model(model.local(x, y)[0])
+    with pytest.raises(InputError, match=rf"rank {last} has gone through another number of forward passes .* than rank 0"):
+        step(model, x, y)
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_noise_that_replicas_draw_for_themselves_is_refused_in_debug_mode_only(

@@ -143,4 +143,5 @@ def _run_elastic(job: RunJob) -> None:
     if job.as_json:
         changes = [asdict(change) for change in result.report.changes]
         seconds = result.report.startup_s + result.report.total_s
-        show_json({"command": job.command, "ranks": job.ranks, "exit_code": 0, "seconds": seconds, "changes": changes})
+        what = {"exit_code": 0, "seconds": seconds, "changes": changes, "not_joined": dict(result.report.not_joined)}
+        show_json({"command": job.command, "ranks": job.ranks, **what})

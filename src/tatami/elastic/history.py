@@ -24,11 +24,13 @@ class RunHistory:
     Attributes:
         pending: the change that is being made; None where there is none.
         changes: those that are done.
+        not_joined: see `ElasticReport`.
     """
 
     def __init__(self, clock: RunClock, *, tell: Callable[[MemberChange], None]) -> None:
         self.pending: PendingChange | None = None
         self.changes: list[MemberChange] = []
+        self.not_joined: dict[str, str] = {}
         self._clock = clock
         self._tell = tell
         self._first_tiling: dict[str, Any] | None = None
@@ -68,6 +70,7 @@ class RunHistory:
             first_tiling=self._first_tiling,
             first_members=self._first_members or (),
             settings=settings,
+            not_joined=dict(self.not_joined),
         )
 
 

@@ -284,8 +284,10 @@ class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
         self._deadlines.pop(name, None)
         if name not in self._released:
             self._lost.append(name)
-            if name in self._added and name not in self._processors:
-                print(f"tatami: {name} died before it joined the run", file=sys.stderr, flush=True)
+            if name in self._added and name not in self.members:
+                how = "gave no sign of life" if late else "died"
+                self._history.not_joined[name] = f"{how} before it joined the run"
+                print(f"tatami: {name} {how} before it joined the run", file=sys.stderr, flush=True)
             self._tell(Silent(member=name) if late else Died(member=name))
 
     def _take(self, name: str, report: Report) -> None:
@@ -314,6 +316,7 @@ class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
 
     def _turn_away(self, name: str, failed: ScriptFailed) -> None:
         """A process that was to join has failed before it was let in: the others do without it."""
+        self._history.not_joined[name] = f"its script failed: {type(failed.error).__name__}: {failed.error}"
         print(f"tatami: {name} does not join the run, as its script failed:\n{failed.trace}", file=sys.stderr, flush=True)
         self._tell(Died(member=name))
         self._released.add(name)

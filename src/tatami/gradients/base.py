@@ -10,6 +10,9 @@ from torch import nn
 
 from tatami.errors import ModelError
 
+PASSES = 4
+"""Forward passes are counted modulo this, so that float32 has `samples` of four million samples exactly; see `finish`."""
+
 
 class AbstractGradientSums(ABC):
     """Sums the gradients of one model over its replicas."""
@@ -58,7 +61,8 @@ class AbstractGradientSums(ABC):
             parameters: all that are trained, the same on all ranks.
             gradients: this rank's, dense; None where a parameter had no part in the pass. Their memory may become the result.
             weight: of this rank in the sum.
-            samples: of the global batch, in which replicas may find that they were given different ones.
+            samples: of the global batch, times `PASSES`, and the number of forward passes since the last sum, in which
+                replicas may find that they differ.
 
         Returns:
             The sums; None where no rank had a part.

@@ -51,7 +51,7 @@ from torch.utils import _pytree as pytree
 from tatami.comm.agreement import announce
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TatamiError, TrainingError
-from tatami.gradients.base import AbstractGradientSums
+from tatami.gradients.base import PASSES, AbstractGradientSums
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.parameter_hooks import ParameterHooks
 from tatami.gradients.passes import (
@@ -130,6 +130,7 @@ class GradientEngine:
         self._was_left = False
         self._loop = 0
         self._part_weight = 0.0
+        self._num_begun = 0  # forward passes since the last sum, or loop over micro-batches
         self._defers = self._has_deferred = False
         self._follow_module()
 
@@ -166,6 +167,7 @@ class GradientEngine:
         found = ForwardPass(samples=samples, layout=layout, shares=shares, index=index, weights=weights, is_part=self.in_parts)
         self._open.add(found)
         self._last = found
+        self._num_begun += not self.in_parts
         self._outside.adds_terms = adds_terms
         self._begun_at = self._outside.begin()
         return found
@@ -406,6 +408,7 @@ class GradientEngine:
     def forget(self) -> None:
         """An iteration begins again, whatever has come of the one before."""
         self._loop += 1
+        self._num_begun = 0
         self.in_parts = self._was_left = False
         self._end_pass()
 
@@ -461,7 +464,8 @@ class GradientEngine:
             self._deliver(trained, [grad if grad is None or weight == 1.0 else grad * weight for grad in own])
             return
         try:
-            sums = self._sums.finish(trained, own, weight=weight, samples=(self._last or found).samples)
+            samples, self._num_begun = PASSES * (self._last or found).samples + self._num_begun % PASSES, 0
+            sums = self._sums.finish(trained, own, weight=weight, samples=samples)
         except InputError:  # the same on all ranks: nothing is left of the pass
             self._end_pass()
             raise
@@ -537,6 +541,21 @@ class GradientEngine:
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next(name for name, own in self._module.named_parameters() if own is parameter)
+
+
+def notice_backward(output: Any, on_moment: Callable[[PassMoment], None]) -> None:
+    """Call `on_moment` when a backward pass comes to `output`, where no engine watches it, and when that pass ends."""
+    task = [-1]
+
+    def arrive(_: torch.Tensor) -> None:
+        if task[0] != _internals._current_graph_task_id():
+            task[0] = _internals._current_graph_task_id()
+            on_moment(PassMoment.BACKWARD)
+            _engine.queue_callback(functools.partial(on_moment, PassMoment.END))
+
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(arrive)
 
 
 def _likely_axis(output: torch.Tensor, *, samples: int | None) -> int | None:

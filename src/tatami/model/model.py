@@ -26,7 +26,7 @@ from tatami.comm.short_sum import ShortSum
 from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
-from tatami.gradients.engine import GradientEngine, PassMoment
+from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.model.deferred import DeferredPasses
@@ -527,7 +527,10 @@ class TiledModel(nn.Module):
         if self.sums_nothing and self._reduction is not None and not self._gradients.in_parts:
             self.outside.adds_terms, self.outside.samples = False, None  # a loop over micro-batches may have gone before
             with recomputable(functools.partial(self._keep, None)):
-                return self._run(inputs, named_inputs)
+                output = self._run(inputs, named_inputs)
+            if not torch.compiler.is_compiling():
+                notice_backward(output, self._on_moment)
+            return output
         begun = self._begin_pass()
         inputs, named_inputs = self._gradients.inputs(begun, (inputs, named_inputs))
         with self._drawing() as draws, recomputable(functools.partial(self._keep, draws)):

@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tatami.cluster import Cluster
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError
+from tatami.errors import InputError, NotGivenError
 from tatami.inputs import check_seed
 from tatami.parallel.scattering import share_of
 from tatami.parallel.speed_shares import SpeedShares
@@ -88,10 +88,10 @@ class SynchronizedSampler(Sampler[int]):
         """With `speeds`: the samples of this rank in every batch but the last; for the DataLoader.
 
         Raises:
-            InputError: made without `speeds`.
+            NotGivenError: made without `speeds`.
         """
         if self._speed_shares is None or self._global_batch is None:
-            raise InputError("SynchronizedSampler: batch_size is known where speeds= and global_batch= are given")
+            raise NotGivenError("SynchronizedSampler: batch_size is known where speeds= and global_batch= are given")
         return self._speed_shares.span(self._global_batch).size
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class ElasticReport:
         first_tiling: of the first formation, as in `MemberChange`.
         first_members: of the first formation.
         settings: of the run, as `ElasticSettings` names them.
+        not_joined: why ranks that were added were never let in, by name; not those that `control.remove` took back.
     """
 
     startup_s: float
@@ -76,6 +77,7 @@ class ElasticReport:
     first_tiling: Mapping[str, Any] | None = None
     first_members: tuple[str, ...] = ()
     settings: Mapping[str, Any] | None = None
+    not_joined: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lost_s(self) -> float:

@@ -38,7 +38,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if name in _NOT_ELEMENTWISE or not _is_elementwise(optimizer):
         raise ModelError(
-            f"{name} does not work element by element: it would see this rank's tile as the whole weight. "
+            f"{name} does not work element by element: it would take this rank's tile, or stage, for the whole. "
             "Use SGD, Adam, AdamW, RMSprop, Adagrad or another optimizer that does"
         )
 

@@ -22,6 +22,7 @@ import torch
 
 from tatami.comm.agreement import debugging
 from tatami.errors import InputError
+from tatami.gradients.base import PASSES
 
 _NUMBERS = 16
 """So many numbers of a tensor are looked at, spread over it."""
@@ -122,10 +123,17 @@ def refuse_other_batches(
 
 
 def different_sizes(sizes: Sequence[float], *, replicas: Sequence[Sequence[int]]) -> InputError:
-    """What to raise where the batches of the replicas have different `sizes`, which are the same on all ranks."""
-    return _other_sizes(
-        {rank: int(size) for size, ranks in zip(sizes, replicas, strict=True) for rank in ranks}, what="batches"
-    )
+    """What to raise where the `samples` that `AbstractGradientSums.finish` got differ between replicas; known on all ranks."""
+    found = {rank: divmod(int(size), PASSES) for size, ranks in zip(sizes, replicas, strict=True) for rank in ranks}
+    first = min(found)
+    other = next((rank for rank in sorted(found) if found[rank][1] != found[first][1]), None)
+    if other is not None:
+        return InputError(
+            f"rank {other} has gone through another number of forward passes since the last backward pass than rank {first}: "
+            "one of them has left backward() out, or called the model once more. Call both equally often on all ranks; where a "
+            "loss is to count for nothing, multiply it by 0"
+        )
+    return _other_sizes({rank: samples for rank, (samples, _) in found.items()}, what="batches")
 
 
 class BatchFacts:

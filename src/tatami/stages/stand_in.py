@@ -85,7 +85,8 @@ class StandIn(torch.Tensor):
             except NotImplementedError as error:
                 raise ModelError(
                     f"{func}: the shape of its result depends on values that another stage computes and that are not here. "
-                    "Choose by a mask of the inputs or targets, multiply by it, or use one stage"
+                    "Where it chooses by a mask, take one of the inputs or targets, or multiply by it; for others, such "
+                    "as CTCLoss, use one stage"
                 ) from error
             except ZeroDivisionError:  # in torch's gradient of a mean over no sample, which is like the input
                 out = _to_meta(args[1]).clone()

@@ -111,6 +111,15 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer, averages: 
         **draws_state(model),
         "names": list(model.names),
         "layout": model.whole_layout.to_dict(),
+        "modules": _numbers_of(model),
+    }
+
+
+def _numbers_of(model: TiledModel) -> dict[str, dict[str, float]]:
+    """The fractions in modules, such as the `p` of a dropout, by the names of the modules; sizes may be those of a tile."""
+    return {
+        name: {key: value for key, value in vars(module).items() if type(value) is float and not key.startswith("_")}
+        for name, module in model.module.named_modules()
     }
 
 
@@ -316,6 +325,15 @@ class Assembly:
                 f"the checkpoint has {self._num_saved} moving averages (WeightAverage) of the weights, and the run has "
                 f"{num_here}; one without a counterpart {what}"
             )
+        was = self._common.get("modules", {})  # an earlier version did not save them
+        changed = [
+            f"{name or 'the network'}.{key} is {value} (was {was[name][key]})"
+            for name, own in _numbers_of(self._model).items()
+            for key, value in own.items()
+            if value != was.get(name, {}).get(key, value)
+        ]
+        if changed and self._model.comm.rank == 0:
+            warn(f"the network has other numbers than that of the checkpoint, and goes on with them: {', '.join(changed)}")
 
 
 def _places(shape: Sequence[int], runs: UnitRuns, units: Span) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Fit:
 
     Attributes:
         repairs: of an elastic run, in which ranks come and go.
+        begins_epoch: whether `on_train_epoch_start` is being called.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class Fit:
         self._batches, self._limits, self._validation = batches, limits, validation
         self._checkpoint, self._checkpoints = checkpoint, checkpoints
         self._begun_s = self._saved_s = setup.clock.now_s()
-        self._wants_checkpoint = False
+        self._wants_checkpoint = self._has_joined = False
         self._recorder = RunRecorder(setup.model, setup.records, every=setup.record_every, whole=self.whole)
         self._kept: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self.repairs: Repairs | None = None
+        self.begins_epoch = False
         self.history = History()
 
     def begin(self) -> None:
@@ -139,6 +142,7 @@ class Fit:
         self._batches.seek(state["data"])
         self._begun_s = self._setup.clock.now_s() - state["spent_s"]
         self._recorder.joins(is_wanted=state["is_recorded"])
+        self._has_joined = True
         self._wants_checkpoint = state["wants_checkpoint"]
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -154,10 +158,7 @@ class Fit:
     def _epoch(self) -> bool:
         """What is left of an epoch; True if training is to end here."""
         setup, position = self._setup, self._position
-        drawn = random_state()
-        setup.callbacks.call("on_train_epoch_start", self._trainer)
-        if position.batch:
-            set_random_state(drawn)  # what callbacks draw there belongs to the beginning of the epoch, which was before
+        self._call_epoch_start()
         start_s = setup.clock.now_s()
         for updated, ends_epoch in self._updates():
             position.iteration += 1
@@ -175,6 +176,23 @@ class Fit:
                 return True
             start_s = setup.clock.now_s()
         return False
+
+    def _call_epoch_start(self) -> None:
+        """Call `on_train_epoch_start`, also of an epoch that began before this run was resumed or this rank joined.
+
+        What callbacks draw, count and set in the optimizer there is in the state that was taken over already: it is put back.
+        """
+        setup, has_begun, groups = self._setup, self._position.batch > 0 or self._has_joined, self._setup.optimizer.param_groups
+        drawn, kept = random_state(), copy.deepcopy(setup.callbacks.state_dict()) if has_begun else []
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._has_joined, self.begins_epoch = False, True
+        setup.callbacks.call("on_train_epoch_start", self._trainer)
+        self.begins_epoch = False
+        if has_begun:
+            set_random_state(drawn)
+            setup.callbacks.load_state_dict(kept, says=False)
+            for group, before in zip(groups, settings, strict=False):
+                group.update(before)
 
     def _updates(self) -> Iterator[tuple[Updated, bool]]:
         """The updates of what is left of an epoch, each with whether the epoch ends with it."""

@@ -118,7 +118,10 @@ class Callback:
         """The data are checked; nothing is resumed or trained yet."""
 
     def on_train_epoch_start(self, trainer: Any) -> None:
-        """Before the first batch of an epoch, or of what is left of it."""
+        """Before the first batch of an epoch, or of what is left of it: where a run is resumed, or on a rank that joins, alone.
+
+        The state of callbacks, the optimizer's settings and the random state are then put back as they were taken over.
+        """
 
     def on_train_batch_end(self, trainer: Any, loss: float) -> None:
         """After every update; `loss` is over the samples of its batches, before it."""

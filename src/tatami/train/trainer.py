@@ -144,6 +144,7 @@ class Trainer:
         self._checkpoints: TrainingCheckpoints | None = None
         self._setup: TrainingSetup | None = None
         self._repairs: Repairs | None = None
+        self._run: Fit | None = None
         used = model.comm if isinstance(model, TiledModel) else comm
         if used is not None and used.changes:
             self._refuse_elastic(used)
@@ -221,7 +222,8 @@ class Trainer:
             validation: evaluated after every epoch.
             metrics: of the validation, see `evaluate`.
             resume: True: go on from the newest checkpoint of this Trainer's folder, in mid-epoch, if there is one; or the
-                folder of another run. The limits count from the beginning of the `fit` that is gone on with.
+                folder of another run. The limits count from the beginning of the `fit` that is gone on with. Where True finds
+                none, training begins, and the file of earlier `records` is kept under a free name.
 
         Raises:
             CheckpointError: on all ranks: the checkpoint is damaged, or of another network or optimizer.
@@ -260,7 +262,7 @@ class Trainer:
         self._position.begin_fit()
         setup.good.begin()
         self.should_stop = False
-        run = Fit(
+        run = self._run = Fit(
             self,
             setup,
             position=self._position,
@@ -278,7 +280,8 @@ class Trainer:
         with page, fail_together(model.comm):
             run.begin()
             joins, returns = (repairs is not None and repairs.joins), (repairs is not None and repairs.returns)
-            if not (returns and self._resume(True, batches)) and resume and not joins:
+            has_own = returns and self._checkpoints is not None and self._resume(True, batches)
+            if resume and not (has_own or joins):
                 self._resume(resume, batches)
             if self._checkpoints is not None and not (joins or returns):
                 self._checkpoints.refuse_stray(self._position)
@@ -335,7 +338,14 @@ class Trainer:
     def _whole(self, body: Callable[[], _Value]) -> _Value:
         """What `body`, a collective, returns; in an elastic run, again where a rank dies in it."""
         with fail_together(self.model.comm):
-            return body() if self._repairs is None else self._repairs.whole(body)
+            if self._repairs is None:
+                return body()
+            if self._run is not None and self._run.begins_epoch:
+                raise InputError(
+                    "a callback calls evaluate, predict, save or load of the Trainer in on_train_epoch_start, which a rank "
+                    "that joins an elastic run in mid-epoch goes through alone. Call it in on_train_epoch_end"
+                )
+            return self._repairs.whole(body)
 
     def _refuse_elastic(self, comm: AbstractCommunicator) -> None:
         """
@@ -442,7 +452,9 @@ class Trainer:
             finally:
                 elsewhere.close()
         # In an elastic run, others have records of the same file; a run that begins from another one's has its own file.
-        if found and setup.model.comm.rank == 0 and (resume is True or setup.records.may_overwrite):
+        if setup.model.comm.rank == 0 and not found:
+            setup.records.set_aside()
+        elif setup.model.comm.rank == 0 and (resume is True or setup.records.may_overwrite):
             setup.records.resume(iteration=self._position.iteration)
         if found and self._retiler is not None:
             setup.retiling = setup.updates.retiling = Retiling(setup.model, setup.optimizer, retiler=self._retiler)

@@ -200,13 +200,7 @@ class Updates:
             if not is_late:
                 report = self._begin_report(value, batch, left_out=left_out, signals=signals)
             scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
-            # Where gradients are summed, the model notices the backward pass, and where it ends.
-            is_unnoticed = model.sums_nothing and not model.has_parts
-            if is_unnoticed:
-                model.phases.enter(IterationPhase.BACKWARD)
             scaled.backward()  # type: ignore[no-untyped-call]
-            if is_unnoticed:
-                model.phases.enter(IterationPhase.UPDATE)
         model.outside.refuse("the Trainer")
         is_whole = self._num_batches + 1 >= self._settings.accumulate_grad_batches or batch.is_last
         report = report or self._begin_report(
