@@ -123,7 +123,7 @@ class Records:
         self._open("a")
 
     def set_aside(self) -> None:
-        """Keep the records of an attempt that came to no checkpoint, unless they may be lost: this run begins anew."""
+        """Keep the records of an attempt that came to no checkpoint, unless they may be lost."""
         if self._path is not None and self._file is None and not self.may_overwrite and _has_records(self._path):
             kept = self._path.rename(free_name(self._path))
             print(f"tatami: the records that were in {self._path} are in {kept} now", flush=True)

@@ -250,9 +250,9 @@ def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) 
     assert first == [("settings", 0), *(("train", number) for number in range(1, 6)), ("end", 5)]
     assert fit("saved", iterations=7, resume=True) == [*first[:-1], ("train", 6), ("train", 7), ("end", 7)]
     text = path.read_text(encoding="utf-8")
-    for saved, options in (("another", {"resume": tmp_path / "saved"}), ("third", {})):
+    for saved, resumed in (("another", tmp_path / "saved"), ("third", None)):
         with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):  # of another run than this one
-            fit(saved, iterations=1, **options)
+            fit(saved, iterations=1, resume=resumed)
         assert path.read_text(encoding="utf-8") == text
     once = [("settings", 0), ("train", 1), ("end", 1)]
     assert fit("other", iterations=1, resume=True) == once

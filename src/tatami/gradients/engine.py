@@ -555,7 +555,7 @@ def notice_backward(output: Any, on_moment: Callable[[PassMoment], None]) -> Non
 
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.register_hook(arrive)
+            leaf.register_hook(arrive)  # type: ignore[no-untyped-call]
 
 
 def _likely_axis(output: torch.Tensor, *, samples: int | None) -> int | None:
