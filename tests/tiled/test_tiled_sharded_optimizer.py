@@ -187,6 +187,20 @@ def test_they_are_refused_by_the_trainer_and_in_a_loop(comm: AbstractCommunicato
         kind([nn.Parameter(torch.ones(2, 2))], lr=0.1).step(lambda: torch.tensor(1.0))
 
 
+WITHOUT_BLOCKS = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+@pytest.mark.ranks(2)
+def test_what_couples_weights_is_refused_on_stages_without_blocks(comm: AbstractCommunicator) -> None:
+    """It would see those of one stage."""
+    given: Any = {"sample": torch.ones(2, 3), "stages": 2, "speeds": "equal", "reduction": "mean", "quiet": True}
+    model = tile(WITHOUT_BLOCKS, comm, batch_size=4, **given)
+    x, y = model.local(torch.ones(4, 3), torch.zeros(4, 2))
+    torch.autograd.backward(nn.functional.mse_loss(model(x), y))
+    with pytest.raises(ModelError, match="ByNorm does not work element by element"):
+        ByNorm(model.parameters()).step()
+
+
 SPEEDS = [1.0, 3.0, 0.0625, 2.0]
 
 
