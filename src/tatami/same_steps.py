@@ -68,13 +68,12 @@ def num_steps(optimizer: torch.optim.Optimizer) -> int:
 def optimizers_of(parameters: Iterable[nn.Parameter]) -> dict[torch.optim.Optimizer, int]:
     """The optimizers of any of these parameters that `know` was given or that have stepped, in this order, and how often."""
     mine = {id(parameter) for parameter in parameters}
-    with _lock:
-        known = list(_num_steps.items())
-    return {
-        optimizer: steps
-        for optimizer, steps in known
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
-    }
+    with _lock:  # all through: a list of all would keep those alive that another rank of this process has let go
+        return {
+            optimizer: steps
+            for optimizer, steps in _num_steps.items()
+            if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+        }
 
 
 def steps_of(parameters: Iterable[nn.Parameter]) -> tuple[StepNumbers, ...]:

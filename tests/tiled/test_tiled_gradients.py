@@ -240,6 +240,14 @@ def frozen_now_and_then(run: Run, x: torch.Tensor, y: torch.Tensor) -> None:
     mse(run.model, *run.cut(run.model, x, y)).backward()  # type: ignore[no-untyped-call]
 
 
+def frozen_in_turn(run: Run, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Of two pairs of equal sizes, the gradient of one travels, and then that of the other."""
+    for trained in range(2):
+        for place, pair in enumerate(inner(run.model)):
+            pair.requires_grad_(place == trained)
+        mse(run.model, *run.cut(run.model, x, y)).backward()  # type: ignore[no-untyped-call]
+
+
 def plainly(run: Run, x: torch.Tensor, y: torch.Tensor) -> None:
     x, y = run.cut(run.model, x, y)
     mse(run.model, x.clone().requires_grad_(), y).backward()  # type: ignore[no-untyped-call]
@@ -298,6 +306,7 @@ CASES = {
     "many passes": Case(iterate=many_passes),
     "hooks of parameters": Case(iterate=hooked),
     "frozen now and then": Case(iterate=frozen_now_and_then),
+    "frozen in turn": Case(iterate=frozen_in_turn, build=lambda: [nn.Sequential(*(Forces().energy for _ in range(2)))]),
     "tied": Case(iterate=plainly, build=lambda: [Tied()]),
     "checkpoint": Case(
         iterate=plainly,

@@ -366,7 +366,18 @@ def test_an_optimizers_state_is_loaded_where_it_is_from_and_nowhere_else(
     order = (4, 8, 0, 4, 1, 2, 0, 1) if comm.rank == 0 else (0, 4, 4, 8, 0, 1, 1, 2)
     with pytest.raises(CheckpointError, match=differs.format(*order)):
         fresh.load_state_dict(theirs)
+    plain = torch.optim.AdamW(copy.deepcopy(WITHOUT_NORM).parameters())
+    for parameter in plain.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    if isinstance(layout, Layout) and not sharded:
+        with pytest.raises(
+            CheckpointError, match=r"has \(8, 4\) for a weight of which this rank holds \(4, 4\): it is of whole"
+        ):
+            fresh.load_state_dict(plain.state_dict())
     assert all(torch.equal(fresh.state[each]["exp_avg"], kept["exp_avg"]) for each, kept in loop.optimizer.state.items())
+    if not isinstance(layout, Layout) or sharded:
+        fresh.load_state_dict(plain.state_dict())
 
 
 def sent(comm: AbstractCommunicator, saved: io.BytesIO) -> bytes:

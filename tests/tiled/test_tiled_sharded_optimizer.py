@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,34 @@ class Noisy(Own):
         return grad + torch.randn_like(grad)
 
 
+class Sometimes(Own):
+    """As ByNorm for some weights only: those of groups that say so, of convolutions, or of many elements."""
+
+    def __init__(self, params: Iterable[Any], adapts: str = "") -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group.setdefault("adapts", adapts)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for each in group["params"]:
+                adapted = {"": False, "all": True, "4-d": each.ndim == 4, "large": each.numel() >= 4096}[group["adapts"]]
+                each -= 0.1 * each.grad / (each.grad.norm() if adapted else 1.0)
+
+
+class Called(Own):
+    """Its settings are attributes, and arguments that no default has."""
+
+    def __init__(self, params: Iterable[Any], rate: float, adapts: Any) -> None:
+        super().__init__(params, lr=rate)
+        self.adapts = adapts
+
+    def direction(self, grad: torch.Tensor) -> Any:
+        return grad / grad.norm() if self.adapts else grad
+
+
 class WithClosure(Own):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is not None
@@ -86,9 +115,35 @@ def test_those_of_torch_that_work_element_by_element_are_taken(name: str, settin
     check_optimizer(kind(weights(), **settings))
 
 
-@pytest.mark.parametrize("kind", [Own, WithClosure])
-def test_own_ones_are_taken_where_they_do_or_cannot_be_tried(kind: type[Own]) -> None:
-    check_optimizer(kind(weights()))
+@pytest.mark.parametrize("make", [Own, Sometimes, partial(Called, rate=0.1, adapts=False)])
+def test_own_ones_are_taken_where_they_do(make: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizer(make(weights()))
+
+
+@pytest.mark.parametrize("make", [WithClosure, partial(Called, rate=0.1, adapts=[])])
+def test_what_cannot_be_tried_is_taken_with_a_warning_once(make: Any) -> None:
+    optimizer = make(weights())
+    with pytest.warns(UserWarning, match="element by element could not be tried on a small weight"):
+        check_optimizer(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizer(optimizer)
+
+
+def test_an_optimizer_is_tried_with_the_settings_of_each_group_and_on_several_weights() -> None:
+    for adapts in ("all", "4-d", "large"):
+        optimizer = Sometimes([{"params": weights()}, {"params": weights(), "adapts": adapts, "initial_lr": 0.1}])
+        with pytest.raises(ModelError, match="Sometimes does not work element by element"):
+            check_optimizer(optimizer)
+    with pytest.raises(ModelError, match="Called does not work element by element"):
+        check_optimizer(Called(weights(), 0.1, adapts=True))
+    optimizer = Sometimes(weights())
+    check_optimizer(optimizer)
+    optimizer.add_param_group({"params": weights(), "adapts": "all"})
+    with pytest.raises(ModelError, match="Sometimes does not work element by element"):
+        check_optimizer(optimizer)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, ByNorm, ByRow, Noisy])
@@ -132,6 +187,20 @@ def test_they_are_refused_by_the_trainer_and_in_a_loop(comm: AbstractCommunicato
         kind([nn.Parameter(torch.ones(2, 2))], lr=0.1).step(lambda: torch.tensor(1.0))
 
 
+WITHOUT_BLOCKS = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+@pytest.mark.ranks(2)
+def test_what_couples_weights_is_refused_on_stages_without_blocks(comm: AbstractCommunicator) -> None:
+    """It would see those of one stage."""
+    given: Any = {"sample": torch.ones(2, 3), "stages": 2, "speeds": "equal", "reduction": "mean", "quiet": True}
+    model = tile(WITHOUT_BLOCKS, comm, batch_size=4, **given)
+    x, y = model.local(torch.ones(4, 3), torch.zeros(4, 2))
+    torch.autograd.backward(nn.functional.mse_loss(model(x), y))
+    with pytest.raises(ModelError, match="ByNorm does not work element by element"):
+        ByNorm(model.parameters()).step()
+
+
 SPEEDS = [1.0, 3.0, 0.0625, 2.0]
 
 
@@ -146,11 +215,20 @@ def network() -> nn.Module:
 
 
 def train(model: Any, local: Any, clip: Any) -> torch.optim.Optimizer:
-    """Groups, two passes for an update, clipping by value and norm, a schedule; a frozen weight is trained in the end."""
+    """Groups, two passes for an update, clipping by value and norm, a schedule; a frozen weight is trained in the end.
+
+    The norm is clipped in a hook of the step, which sees whole weights.
+    """
     parameters = list(model.parameters())
     groups = [{"params": parameters[:3], "weight_decay": 0.1}, {"params": parameters[3:], "lr": 0.03}]
     optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-6)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    norms = cycle((0.3, 0.5))
+
+    def clip_in_step(*_: Any) -> None:
+        clip([each for group in optimizer.param_groups for each in group["params"]], next(norms))
+
+    optimizer.register_step_pre_hook(clip_in_step)
     draw = torch.Generator().manual_seed(1)
     for step in range(5):
         if step == 3:
@@ -160,7 +238,6 @@ def train(model: Any, local: Any, clip: Any) -> torch.optim.Optimizer:
             x, y = local(*(torch.randn(size, n, generator=draw, dtype=torch.float64) for n in (4, 3)))
             nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.4)
-        clip(model.parameters(), 0.5 if step % 2 else 0.3)
         optimizer.step()
         schedule.step()
     return optimizer

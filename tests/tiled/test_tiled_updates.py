@@ -110,18 +110,21 @@ def test_settings_that_cannot_be(comm: AbstractCommunicator) -> None:
             Trainer(model, optimizer=SGD, loss=nn.MSELoss(), **options)
 
 
-def overflowing(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor, local: Any) -> list[float]:
-    """Steps by a scaler; in the second, the gradient of one unit of the first layer overflows."""
+def overflowing(model: Any, x: torch.Tensor, y: torch.Tensor, local: Any) -> list[float]:
+    """Steps by a scaler; in the second, the gradient of one unit of the first layer overflows, which has its own optimizer."""
     scaler = GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    first, *others = model.parameters()
+    optimizers = SGD([first]), SGD(others)
     scales = []
     for number in range(4):
         here_x, here_y = local(x, y)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = F.mse_loss(model(here_x), here_y)
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if number == 1:
             spoil(model)
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
     return scales
@@ -138,13 +141,13 @@ def spoil(model: Any) -> None:
 def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(comm: AbstractCommunicator) -> None:
     """One rank alone has the unit that overflows."""
     plain, (x, y) = network(), inputs()
-    scales = overflowing(plain, SGD(plain.parameters()), x, y, lambda *batch: batch)
+    scales = overflowing(plain, x, y, lambda *batch: batch)
     assert scales == [256.0, 128.0, 128.0, 256.0]
     built = network()
     for layout, options in with_shards(some_layouts(comm.size)):
         given = {"speeds": "equal", **options}
         model = tile(built, comm, layout=layout, batch_size=SAMPLES, reduction="mean", quiet=True, **given)
-        assert overflowing(model, SGD(model.parameters()), x, y, model.local) == scales
+        assert overflowing(model, x, y, model.local) == scales
         assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"parameters on {layout}")
 
 

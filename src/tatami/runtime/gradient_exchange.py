@@ -171,7 +171,7 @@ class GradientExchange:
         if self._begun is not None:  # by an error; what is still under way goes on to use its memory
             self._interrupted.append(self._begun)
             self._shapes = ()
-        shapes = (dtype, len(replicated), *(tensor.shape for tensor in tensors))
+        shapes = (dtype, *map(len, pairs), *(tensor.shape for tensor in tensors))
         if shapes != self._shapes:
             num_riders = sum(tensor.numel() for tensor in replicated)
             self._plan([sum(r.per_unit for r in pair) for pair in pairs], num_riders, element_bytes=dtype.itemsize)

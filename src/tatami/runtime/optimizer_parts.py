@@ -42,6 +42,7 @@ def watch_optimizer_states() -> None:
         @functools.wraps(load)
         def load_state_dict(self: Optimizer, state_dict: Any) -> None:
             _refuse_other(state_dict.get(KEY), _parts(self))
+            _refuse_whole(self, state_dict)
             load(self, state_dict)
 
         Optimizer.state_dict, Optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
@@ -64,6 +65,21 @@ def _refuse_other(given: torch.Tensor | None, own: list[tuple[int, int, int]]) -
             "it was saved by another rank, or under another layout. Load on each rank what it saved itself, or use "
             "tatami.save_training and tatami.load_training, which take any ranks and layout"
         )
+
+
+def _refuse_whole(optimizer: Optimizer, given: Any) -> None:
+    """Refuse the state of a plain run where a rank has a part of the weights."""
+    tiled = {id(each) for model in models() for each in model.tiled_parameters()}
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [number for group in given["param_groups"] for number in group["params"]]
+    for weight, number in zip(weights, numbers, strict=False):
+        for value in given["state"].get(number, {}).values():
+            if id(weight) in tiled and isinstance(value, torch.Tensor) and value.numel() > max(1, weight.numel()):
+                raise CheckpointError(
+                    f"this optimizer state has {tuple(value.shape)} for a weight of which this rank holds {tuple(weight.shape)}: "
+                    "it is of whole weights, and cannot be loaded where ranks share the units of a layer. Take a layout of "
+                    "replicas of one rank, or save with tatami.save_training, whose checkpoints are for any ranks and layout"
+                )
 
 
 def _told(part: tuple[int, ...] | None) -> str:

@@ -1,27 +1,35 @@
 """Optimizers that look at a whole weight, of which a rank holds only a part, are refused; so are those of the plain network.
 
-Which those are is tried: one of the same class and settings takes steps on a small weight, and others on its parts.
+Which those are is tried: one of the same class and settings takes steps on some weights, and others on their parts.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tatami.errors import InputError, ModelError
+from tatami.errors import InputError, ModelError, warn
 from tatami.random_state import kept_torch_state
 from tatami.runtime.norms import models
 
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 """What cannot be tried, because it wants a closure, and what is known by its name."""
 _STEPS = 4
+_SHAPES = ((6, 4), (4, 6, 3, 2), (130, 130))
+"""Of the weights that it is tried on: a small one, one of a convolution, and a large one, because some optimizers look at the
+whole of a weight only from 4,096 elements or 128 rows on, or where its norm exceeds a limit."""
+_OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"})
+"""What schedules write into the groups of an optimizer, and some constructors refuse."""
+_PATCHED = frozenset({"step", "_opt_called"})
+"""What schedules write into an optimizer."""
 _SAME = 1e-9
 """Tolerance, as a fraction of the largest change of an element; all is in double precision."""
 
@@ -50,13 +58,15 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
         ModelError: it does not work element by element, by its shape, or cannot be tried.
     """
     check_optimizer(optimizer)
-    if optimizer not in _shardable:
+    num_groups, found = _shardable.get(optimizer, (0, False))
+    if num_groups != len(optimizer.param_groups):
         try:
             with kept_torch_state():
-                _shardable[optimizer] = _parts_step_as_the_whole(optimizer, None)
+                found = _parts_step_as_the_whole(optimizer, None)
         except Exception:  # it takes other arguments, or a closure
-            _shardable[optimizer] = False
-    if not _shardable[optimizer]:
+            found = False
+        _shardable[optimizer] = len(optimizer.param_groups), found
+    if not found:
         raise ModelError(
             f"sharded_optimizer=True cuts weights anywhere, and {type(optimizer).__name__} looks at their shape, or could not "
             "be tried on a small weight and its parts. Use SGD, Adam, AdamW or another that works element by element, or leave "
@@ -79,45 +89,61 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
 
 
-_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-_shardable: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+"""With so many groups, an optimizer works element by element, or does not."""
+_shardable: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps on the parts of a weight, each part alone, are those on the whole; so it is where that cannot be tried."""
-    found = _tried.get(optimizer)
-    if found is None:
+    num_groups, found = _tried.get(optimizer, (0, True))
+    if num_groups != len(optimizer.param_groups):
         try:
             with kept_torch_state():  # it may draw, and the run is to draw what it would without this
                 found = all(_parts_step_as_the_whole(optimizer, dim) for dim in (0, 1))
-        except Exception:  # it takes other arguments, or a closure; torch's own and most others can be tried
+        except Exception as error:  # it takes other arguments, or a closure; torch's own and most others can be tried
             found = True
-        _tried[optimizer] = found
+            warn(
+                f"whether {type(optimizer).__name__} works element by element could not be tried on a small weight "
+                f"({type(error).__name__}: {error}), and is assumed. If it looks at a whole weight (its norm, its rows), it is "
+                "wrong wherever a rank has a part of that weight"
+            )
+        _tried[optimizer] = len(optimizer.param_groups), found
     return found
 
 
 def _parts_step_as_the_whole(optimizer: torch.optim.Optimizer, dim: int | None) -> bool:
-    """For a weight that is cut across dimension `dim`; None: anywhere, as a row of elements."""
+    """For weights that are cut across dimension `dim`; None: anywhere, as a row of elements."""
+    groups = [
+        {name: value for name, value in group.items() if name not in _OF_SCHEDULES and name not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    # Groups with learning rates of their own, as those of layers, are tried once.
+    tried = {repr({**settings, "lr": None}): settings for settings in groups}
+    return all(_steps_alike(optimizer, settings, shape, dim) for settings in tried.values() for shape in _SHAPES)
+
+
+def _steps_alike(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], shape: tuple[int, ...], dim: int | None
+) -> bool:
     generator = torch.Generator().manual_seed(0)
-    weight, *grads = (torch.randn(6, 4, dtype=torch.float64, generator=generator, device="cpu") for _ in range(1 + _STEPS))
-    whole = _stepped(optimizer, weight, grads)
+    weight, *grads = (torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu") for _ in range(1 + _STEPS))
+    whole = _stepped(optimizer, settings, weight, grads)
     if dim is None:
         whole, weight, *grads = (tensor.view(-1) for tensor in (whole, weight, *grads))
     axis = dim or 0
     sizes = [weight.shape[axis] // 2 - 1, weight.shape[axis] // 2 + 1]
     cut = [torch.split(tensor, sizes, axis) for tensor in (weight, *grads)]
-    parts = torch.cat([_stepped(optimizer, part, of_part) for part, *of_part in zip(*cut, strict=True)], axis)
+    parts = torch.cat([_stepped(optimizer, settings, part, of_part) for part, *of_part in zip(*cut, strict=True)], axis)
     return float((parts - whole).abs().max()) <= _SAME * float((whole - weight).abs().max())
 
 
-def _stepped(optimizer: torch.optim.Optimizer, weight: torch.Tensor, grads: Iterable[torch.Tensor]) -> torch.Tensor:
-    """`weight` after a step for each gradient, by an optimizer of the same class and settings."""
-    known = inspect.signature(type(optimizer).__init__).parameters
-    given = {name: value for name, value in optimizer.defaults.items() if name in known}
-    if given.get("capturable"):  # of devices only
-        given["capturable"] = False
+def _stepped(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], weight: torch.Tensor, grads: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """`weight` after a step for each gradient, by an optimizer of the same class with the settings of one group."""
     parameter = nn.Parameter(weight.clone())
-    alike = type(optimizer)([parameter], **given)
+    alike = _alike(optimizer, {**copy.deepcopy(dict(settings)), "params": [parameter]})
     for group in alike.param_groups:
         if group.get("lr") == 0:  # of a schedule that warms up
             group["lr"] = 1e-2
@@ -125,6 +151,29 @@ def _stepped(optimizer: torch.optim.Optimizer, weight: torch.Tensor, grads: Iter
         parameter.grad = grad.clone()
         alike.step()
     return parameter.detach()
+
+
+def _alike(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """One of the same class and settings, with one group: by its constructor, or by a copy of its attributes."""
+    kind = type(optimizer)
+    known = inspect.signature(kind.__init__).parameters
+    given = {name: value for name, value in optimizer.defaults.items() if name in known}
+    for each in (given, group):
+        if each.get("capturable"):  # of devices only
+            each["capturable"] = False
+    for groups in ([dict(group)], group["params"]):
+        try:
+            return kind(groups, **given)
+        except Exception:  # it takes other arguments, or parameters alone
+            continue
+    made = object.__new__(kind)
+    torch.optim.Optimizer.__init__(made, [group], dict(optimizer.defaults))
+    own = {name: value for name, value in vars(optimizer).items() if name not in vars(made) and name not in _PATCHED}
+    for name, value in own.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise TypeError(f"its constructor takes more than parameters and its defaults, and {name} is not a number")
+    vars(made).update(own)
+    return made
 
 
 def watch_optimizers() -> None:
@@ -146,7 +195,12 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 "and have no gradients. The tiled model's are new ones: make the optimizer from model.parameters() after "
                 "model = tatami.tile(...)"
             )
-    if optimizer not in _tried or not _tried[optimizer] or type(optimizer).__name__ in _NOT_ELEMENTWISE:
-        tiled = {id(parameter) for model in models() for parameter in model.tiled_parameters()}
+    if _tried.get(optimizer) != (len(optimizer.param_groups), True) or type(optimizer).__name__ in _NOT_ELEMENTWISE:
+        tiled = {
+            id(parameter)
+            for model in models()
+            # What couples weights, as a norm of all, would see those of one stage.
+            for parameter in (model.tiled_parameters() if getattr(model, "stage", None) is None else model.own_parameters())  # type: ignore[attr-defined]
+        }
         if any(id(parameter) in tiled for parameter in stepped):
             check_optimizer(optimizer)

@@ -41,7 +41,7 @@ def _deciding_alike(unscale: Callable[..., Any]) -> Callable[..., Any]:
             )
             comm.allreduce(worst, op=Op.MAX)
             if not found:  # no gradient is here, and the scaler wants to know
-                found[torch.device("cpu")] = worst.clone()
+                found[torch.device("cpu")] = worst.view(()).clone()  # of the shape of torch's own, which it adds up
             for each in found.values():
                 each.copy_(worst.view(each.shape))
         return found

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from tatami.errors import InputError
 from tatami.runtime.norms import models
@@ -26,7 +27,7 @@ from tatami.runtime.weight_average import WeightAverage
 
 _lock = threading.Lock()
 _is_watching = False
-_with_hook: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_take_shard_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 @dataclass(kw_only=True)
@@ -82,8 +83,22 @@ def _sharded(optimizer: torch.optim.Optimizer) -> dict[int, ShardedSums]:
     return found
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _put_back(optimizer)  # where an error ended the step before
+    if optimizer not in _take_shard_hooks:
+        if not _sharded(optimizer):
+            return
+        handle = optimizer.register_step_post_hook(_after_step)
+        # Before those of the user, such as an average of the weights, which is of whole ones.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)
+        _take_shard_hooks[optimizer] = optimizer.register_step_pre_hook(_take_shards)
+    # After those of the user, such as clipping, which is of whole gradients.
+    hooks = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(_take_shard_hooks[optimizer].id)
+
+
+def _take_shards(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sharded = _sharded(optimizer)
     if not sharded:
         return
@@ -93,12 +108,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
             "backward() and then step(), or leave sharded_optimizer out"
         )
     check_shardable(optimizer)
-    if optimizer not in _with_hook:
-        _with_hook.add(optimizer)
-        handle = optimizer.register_step_post_hook(_after_step)
-        # Before those of the user, such as an average of the weights, which is of whole ones.
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(handle.id, last=False)
     _replace(optimizer, sharded)
 
 
