@@ -85,7 +85,9 @@ def source(kind: str, comm: AbstractCommunicator) -> tuple[Any, dict[str, Any]]:
         weights = torch.arange(SAMPLES) + 1.0
         return DataLoader(data, batch_size=BATCH, sampler=WeightedRandomSampler(weights, SAMPLES, generator=generator)), {}
     if kind == "drawn in batches":
-        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator), BATCH, drop_last=False)), {}
+        return DataLoader(
+            data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator), BATCH, drop_last=False)
+        ), {}
     alone = comm.split(comm.rank)  # each rank goes through all samples
     assert alone is not None
     return ResumableLoader(DataLoader(data, batch_size=BATCH, sampler=SynchronizedSampler(data, alone))), {}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tatami.errors import InputError, warn
-from tatami.gradients.passes import is_output, leads_to, samples_axis
+from tatami.gradients.passes import assumed_axis, has_unclear_axis, is_output, leads_to, samples_axis
 
 _LINEAR = frozenset({
     "Add", "Sub", "Neg", "Rsub", "View", "ReshapeAlias", "Sum", "Nansum", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy",
@@ -95,6 +95,21 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
     Raises:
         InputError: a loss is no mean of what its samples give; names the operation. The same on all ranks.
     """
+    roots = list(roots)
+    unclear = _refuse_coupling(roots, samples=samples)
+    errors = []
+    for number in (0, -1) if unclear else ():
+        try:
+            with assumed_axis(unclear, number):
+                _refuse_coupling(roots, samples=samples)
+        except InputError as error:
+            errors.append(error)
+    if len(errors) == 2:  # whichever axis the samples are along, as of the similarities of all samples with all
+        raise errors[0]
+
+
+def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> set[Any]:
+    """As `refuse_coupling_loss`, by the axes of samples that are known; returns outputs whose axis may be one of several."""
     waiting, seen = [(root, _Path(1.0, 1.0, "")) for root in roots if root is not None], set[Any]()
     cut: dict[tuple[Any, int], set[range]] = {}
     bends: list[tuple[str, Any]] = []
@@ -160,6 +175,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         pairs = itertools.combinations(filter(None, found_parts), 2)
         if any(one.isdisjoint(other) and {of for of, _ in one} & {of for of, _ in other} for one, other in pairs):
             raise _couples(bent)
+    return {node for node, _ in seen if has_unclear_axis(node)}
 
 
 def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -> _Path:
@@ -198,11 +214,16 @@ def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) 
                 f"the loss divides a sum over samples by {path.divisor:g}, which is no multiple of the {samples} samples of "
                 f"this rank, as a mean over those that count does. {_REMEDY}"
             )
-        if _is_other(path.factor, node, samples=samples) and _is_over_samples(node) and not _are_weighted(node, samples=samples):
-            part = "" if path.factor == 1 else f", or the part of it that is multiplied by {path.factor:g},"
+        if (
+            _is_other(path.factor, node, samples=samples)
+            and _is_over_samples(node)
+            and not _are_weighted(node, samples=samples)
+        ):
+            times = "" if path.factor == 1 else f", times {path.factor:g},"
             raise InputError(
-                f"the loss{part} is a sum over the {samples} samples of this rank, and reduction='mean' says that it "
-                "is their mean. Divide the sum by their number, as in sum() / len(x), or give reduction='sum'"
+                f"the loss is or adds a sum over the {samples} samples of this rank{times} and reduction='mean' says that it is "
+                "their mean. Divide the sum by their number, as in sum() / len(x), or give reduction='sum'; a mean over some of "
+                "them is made of model.over_batch(...)"
             )
     number = max(_samples_of(node), default=0) if not samples and _is_mean(name, node) else 0
     if number > 1 and _is_other(path.factor, node) and _is_over_samples(node) and not _are_weighted(node):
