@@ -222,8 +222,8 @@ def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) 
             times = "" if path.factor == 1 else f", times {path.factor:g},"
             raise InputError(
                 f"the loss is or adds a sum over the {samples} samples of this rank{times} and reduction='mean' says that it "
-                "is their mean. Divide the sum by their number, as in sum() / len(x), or give reduction='sum'; a mean over some "
-                "of them is made of model.over_batch(...)"
+                "is their mean. Divide the sum by their number, as in sum() / len(x), or give reduction='sum'; a mean over "
+                "some of them is made of model.over_batch(...)"
             )
     number = max(_samples_of(node), default=0) if not samples and _is_mean(name, node) else 0
     if number > 1 and _is_other(path.factor, node) and _is_over_samples(node) and not _are_weighted(node):
