@@ -211,6 +211,22 @@ def test_losses_within_samples_are_exact_where_sizes_do_not_tell_samples_from_co
     model.close()
 
 
+class Similarities(nn.Linear):
+    """Gives (samples, samples)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ x[:, :3].T
+
+
+@pytest.mark.ranks(2)
+def test_similarities_of_all_samples_that_are_compared_both_ways_are_refused(comm: AbstractCommunicator) -> None:
+    model = DataParallel(Similarities(4, 3, dtype=torch.float64), comm)
+    similar, own = model(torch.eye(4, dtype=torch.float64)[: 4 - comm.rank]), torch.arange(4 - comm.rank)
+    with pytest.raises(InputError, match="takes LogSoftmax of numbers of several samples"):
+        torch.autograd.backward(F.cross_entropy(similar, own) + F.cross_entropy(similar.T, own))
+    model.close()
+
+
 def test_accumulation_over_micro_batches(comm: AbstractCommunicator) -> None:
     comm = Recording(comm)
     model, plain = DataParallel(network(0), comm), network(0)

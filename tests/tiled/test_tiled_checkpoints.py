@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from equal_runs import with_shards
 from networks import GPT
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import tatami
 from drawing import Written, one_at_a_time
@@ -80,6 +80,14 @@ def source(kind: str, comm: AbstractCommunicator) -> tuple[Any, dict[str, Any]]:
         return inputs(), {"batch_size": BATCH}
     if kind == "loader":
         return DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)), {}
+    generator = torch.Generator().manual_seed(3)
+    if kind == "weighted":
+        weights = torch.arange(SAMPLES) + 1.0
+        return DataLoader(data, batch_size=BATCH, sampler=WeightedRandomSampler(weights, SAMPLES, generator=generator)), {}
+    if kind == "drawn in batches":
+        return DataLoader(
+            data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator), BATCH, drop_last=False)
+        ), {}
     alone = comm.split(comm.rank)  # each rank goes through all samples
     assert alone is not None
     return ResumableLoader(DataLoader(data, batch_size=BATCH, sampler=SynchronizedSampler(data, alone))), {}
@@ -136,7 +144,7 @@ class LosesPower(Callback):
             raise LostPowerError
 
 
-@pytest.mark.parametrize("kind", ["tensors", "loader", "resumable"])
+@pytest.mark.parametrize("kind", ["tensors", "loader", "resumable", "weighted", "drawn in batches"])
 @pytest.mark.ranks(1, 2, 3)
 def test_the_numbers_of_the_run_that_was_not_interrupted(comm: AbstractCommunicator, tmp_path: Path, kind: str) -> None:
     """Three batches in an epoch; saved after 2 of them (in mid-epoch), 4 (in mid-epoch) and 6 (at its end)."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drawing import Written
+from drawing import Written, mlp
 from hand_clock import HandClock
 from tatami.cluster import NETWORK_LINK, Cluster, SpeedTable
 from tatami.comm import AbstractCommunicator
@@ -179,6 +179,20 @@ def test_a_model_knows_what_was_probed_of_its_blocks(comm: AbstractCommunicator)
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("frozen", ["nothing", "0.", ""])
+def test_a_frozen_pair_is_measured_in_its_size(comm: AbstractCommunicator, frozen: str) -> None:
+    network = mlp(20, 64, 5)
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    network.append(nn.Linear(5, 2).double())
+    model = tile(network, comm, batch_size=8, quiet=True)
+    (block,) = model.workload.blocks
+    computed = speeds.BlockPass(block, samples=3, dtype=torch.float64, device=CPU)
+    assert computed._x.shape == (3, 21), "a bias counts as one more input"
+    model.close()
 
 
 class Machine(HandClock):

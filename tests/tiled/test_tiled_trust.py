@@ -548,6 +548,8 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "sum": (partial(F.cross_entropy, reduction="sum"), True),
     "sum of squares": (lambda out, y: out.square().mean(1).sum() / 2 + out.exp().mean(), True),  # noqa: ARG005
     "half a sum": (lambda out, y: (out - WEIGHTS).abs().sum() + F.cross_entropy(out, y), True),
+    "a mean and 0.3 of a sum": (lambda out, y: F.cross_entropy(out, y) - 0.3 * out.square().sum(1).sum(), True),
+    "a mean and a sum of 0.3 of each": (lambda out, y: F.cross_entropy(out, y) + (out.exp() * 0.3).sum(), True),
     "one sample": (lambda out, y: out[0].square().mean() + out.square().mean(), True),  # noqa: ARG005
     "elements of each": (elements_of_each, True),
     "in parts": (in_parts, True),
@@ -560,12 +562,13 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "sum of columns' means": (lambda out, y: (out.mean(0).sum() + F.cross_entropy(out, y)) / 5, True),
     "weighted sum": (lambda out, y: (out.square().mean(1) * out.new_full((len(y),), 1 / len(y))).sum(), True),
     "part of a sum": (lambda out, y: out.square().sum() * (2 / len(y)) + out.sum() / 2 / len(y), True),
+    "0.3 of a mean": (lambda out, y: 0.3 * (out.square().sum() / len(y)) + (out.exp() / len(y)).sum() * 0.3, True),
     "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
 }
 FINE = (
     "largest of classes", "columns by a mask", "mean", "sum over count", "half of two", "smoothed", "deviation of each",
     "in parts", "of each", "columns", "elements of each", "halves of two views", "the other view", "sum of columns' means",
-    "weighted sum", "part of a sum",
+    "weighted sum", "part of a sum", "0.3 of a mean",
 )  # fmt: skip
 
 

@@ -221,13 +221,15 @@ class GradientEngine:
         arrive = functools.partial(_on_output, weakref.ref(self), found, reduction)
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if axes is None or len(axes) != len(tensors):
-            axes = [_likely_axis(leaf, samples=self._outside.samples) for _, leaf in tensors]
-        for (number, leaf), axis in zip(tensors, axes, strict=True):
+            found_axes = [_likely_axes(leaf, samples=self._outside.samples) for _, leaf in tensors]
+        else:
+            found_axes = [() if axis is None else (axis,) for axis in axes]
+        for (number, leaf), likely in zip(tensors, found_axes, strict=True):
             if leaf.grad_fn is not None:
                 if found.is_mixed:
                     leaves[number] = leaf = Quotient.apply(found.quotient, leaf)  # type: ignore[no-untyped-call]
                 leaf.register_hook(arrive)
-                mark_output(leaf, of=self._outside, axis=axis)
+                mark_output(leaf, of=self._outside, axes=likely)
         return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
     # -- the backward pass ----------------------------------------------------------------------------------------------
@@ -558,13 +560,12 @@ def notice_backward(output: Any, on_moment: Callable[[PassMoment], None]) -> Non
             leaf.register_hook(arrive)  # type: ignore[no-untyped-call]
 
 
-def _likely_axis(output: torch.Tensor, *, samples: int | None) -> int | None:
-    """The axis of the samples of an output: one that is as long, or the first, if it is several times as long; None where that
-    is none, or several."""
+def _likely_axes(output: torch.Tensor, *, samples: int | None) -> tuple[int, ...]:
+    """Axes that may be that of the samples of an output: those as long, or the first, if it is several times as long."""
     if not samples:
-        return 0
-    found = [axis for axis, own in enumerate(output.shape) if own == samples or (not axis and own and own % samples == 0)]
-    return found[0] if len(found) == 1 else None
+        return (0,)
+    shape = enumerate(output.shape)
+    return tuple(axis for axis, own in shape if own == samples or (not axis and own and own % samples == 0))
 
 
 def _retiled() -> ModelError:

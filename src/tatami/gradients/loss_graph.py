@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tatami.errors import InputError, warn
-from tatami.gradients.passes import is_output, leads_to, samples_axis
+from tatami.gradients.passes import assumed_axis, has_unclear_axis, is_output, leads_to, samples_axis
 
 _LINEAR = frozenset({
     "Add", "Sub", "Neg", "Rsub", "View", "ReshapeAlias", "Sum", "Nansum", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy",
@@ -77,12 +77,12 @@ class _Path(NamedTuple):
 
     Attributes:
         divisor: of a single number, by what it is divided; None for several.
-        is_scaled: whether that number is also multiplied by something.
+        factor: what that number is multiplied by in all, without its sign; nan where that is not known.
         bent: an operation that is not linear.
     """
 
     divisor: float | None
-    is_scaled: bool
+    factor: float
     bent: str
 
 
@@ -95,7 +95,22 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
     Raises:
         InputError: a loss is no mean of what its samples give; names the operation. The same on all ranks.
     """
-    waiting, seen = [(root, _Path(1.0, False, "")) for root in roots if root is not None], set[Any]()
+    roots = list(roots)
+    unclear = _refuse_coupling(roots, samples=samples)
+    errors = []
+    for number in (0, -1) if unclear else ():
+        try:
+            with assumed_axis(unclear, number):
+                _refuse_coupling(roots, samples=samples)
+        except InputError as error:
+            errors.append(error)
+    if len(errors) == 2:  # whichever axis the samples are along, as of the similarities of all samples with all
+        raise errors[0]
+
+
+def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> set[Any]:
+    """As `refuse_coupling_loss`, by the axes of samples that are known; returns outputs whose axis may be one of several."""
+    waiting, seen = [(root, _Path(1.0, 1.0, "")) for root in roots if root is not None], set[Any]()
     cut: dict[tuple[Any, int], set[range]] = {}
     bends: list[tuple[str, Any]] = []
     is_cut = False
@@ -160,27 +175,37 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         pairs = itertools.combinations(filter(None, found_parts), 2)
         if any(one.isdisjoint(other) and {of for of, _ in one} & {of for of, _ in other} for one, other in pairs):
             raise _couples(bent)
+    return {node for node, _ in seen if has_unclear_axis(node)}
 
 
 def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -> _Path:
     """The path to what a node is made of."""
     if not is_number or path.divisor is None or name not in _LINEAR | _PRODUCTS:
-        return _Path(None, False, bent)
-    if name != "Div":
-        return _Path(path.divisor, path.is_scaled or name == "Mul", bent)
+        return _Path(None, math.nan, bent)
+    factor = _factor(node) if name in _PRODUCTS else 1.0
+    is_divided = name == "Div" and factor > 0
+    return _Path(path.divisor / factor if is_divided else path.divisor, path.factor * factor, bent)
+
+
+def _factor(node: Any) -> float:
+    """By what number, without its sign, a product or quotient multiplies what the network gives; nan if that is not known."""
+    first = node.next_functions[0][0]
+    is_second = first is not None and _leads_to_output([first])
+    value = getattr(node, "_saved_other" if is_second else "_saved_self", None)
     # Where it is on another pipeline stage, a stand-in has no value.
-    other = getattr(node, "_saved_other", None)
-    divisor = abs(float(other)) if type(other) is torch.Tensor and other.numel() == 1 else 0.0
-    return _Path(path.divisor * (divisor or 1.0), path.is_scaled or not divisor, bent)
+    if type(value) is torch.Tensor and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, int | float) or not value:
+        return math.nan
+    return abs(1 / value if _operation(node) == "Div" else value)
 
 
 def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) -> None:
     """Refuse a sum over samples where the loss is said to be their mean, and the other way round.
 
-    Weights that each sample is multiplied by, and a factor of the whole, can make one of the other: then nothing is known.
+    Weights that each sample is multiplied by, and a factor such as one over their number, can make one of the other.
     """
     assert path.divisor is not None
-    is_plain = path.divisor == 1 and not path.is_scaled
     if samples and _is_sum(node) and not _is_multiple(path.divisor, samples) and _leads_to_output([node]):
         below = [other for other, _ in node.next_functions]
         adds_means = leads_to(below, lambda other: _reduces_samples(_operation(other), other), ends_at=_ends)
@@ -189,17 +214,32 @@ def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) 
                 f"the loss divides a sum over samples by {path.divisor:g}, which is no multiple of the {samples} samples of "
                 f"this rank, as a mean over those that count does. {_REMEDY}"
             )
-        if is_plain and _is_over_samples(node) and not _are_weighted(node):
+        if (
+            _is_other(path.factor, node, samples=samples)
+            and _is_over_samples(node)
+            and not _are_weighted(node, samples=samples)
+        ):
+            times = "" if path.factor == 1 else f", times {path.factor:g},"
             raise InputError(
-                f"the loss is a sum over the {samples} samples of this rank, and reduction='mean' says that it is their mean. "
-                "Divide it by their number, or give reduction='sum'"
+                f"the loss is or adds a sum over the {samples} samples of this rank{times} and reduction='mean' says that it "
+                "is their mean. Divide the sum by their number, as in sum() / len(x), or give reduction='sum'; a mean over "
+                "some of them is made of model.over_batch(...)"
             )
-    number = 0 if samples or not is_plain or not _is_mean(name, node) else max(_samples_of(node), default=0)
-    if number > 1 and _is_over_samples(node) and not _are_weighted(node):
+    number = max(_samples_of(node), default=0) if not samples and _is_mean(name, node) else 0
+    if number > 1 and _is_other(path.factor, node) and _is_over_samples(node) and not _are_weighted(node):
         raise InputError(
             f"the loss is a mean over the {number} samples of this rank, and reduction='sum' says that it is their sum. "
             "Take the sum, or give reduction='mean'"
         )
+
+
+def _is_other(factor: float, node: Any, *, samples: int = 0) -> bool:
+    """Whether a factor leaves a sum over so many samples a sum, where the loss is to be a mean; or (0) a mean a mean."""
+    if not samples:
+        return factor == 1
+    amounts = samples, math.prod(_shape(node.next_functions[0][0]))
+    is_share = any(math.isclose(factor * each, times, rel_tol=1e-6) for each in amounts for times in (0.5, 1, 2))
+    return not is_share and not math.isnan(factor)
 
 
 def _refuse_counts(node: Any, *, samples: int = 0) -> None:
@@ -235,11 +275,14 @@ def _is_multiple(divisor: float, samples: int) -> bool:
     return times > 0 and math.isclose(divisor, times * samples, rel_tol=1e-6)
 
 
-def _are_weighted(node: Any) -> bool:
-    """Whether what an operation reduces was multiplied by numbers that are not the network's."""
+def _are_weighted(node: Any, *, samples: int = 0) -> bool:
+    """Whether what an operation reduces was multiplied by weights that are not the network's, or by a number that makes a mean
+    of a sum, or the other way round."""
 
     def is_weighing(other: Any) -> bool:
         operands = [[below] for below, _ in other.next_functions]
+        if _operation(other) in _PRODUCTS and not math.isnan(factor := _factor(other)):
+            return not _is_other(factor, node, samples=samples)
         return _operation(other) in _PRODUCTS | _WEIGHING and not all(_leads_to_output(filter(None, each)) for each in operands)
 
     return leads_to([node], is_weighing, ends_at=_ends)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -193,16 +193,16 @@ def refuse_transforms() -> None:
         )
 
 
-def mark_output(tensor: torch.Tensor, *, of: object, axis: int | None = 0) -> None:
+def mark_output(tensor: torch.Tensor, *, of: object, axes: tuple[int, ...] = (0,)) -> None:
     """Remember that `tensor` is an output, and of what; see `comes_from_output` and `are_made_by`.
 
     Args:
         tensor: with a gradient function.
         of: what has computed it.
-        axis: of its samples; None where it has none.
+        axes: one of which is that of its samples; none where it has none.
     """
     node: Any = tensor.grad_fn
-    node.metadata[_MARK] = weakref.ref(of), axis
+    node.metadata[_MARK] = weakref.ref(of), axes
 
 
 def are_made_by(owner: object, roots: Iterable[Any]) -> bool:
@@ -216,9 +216,27 @@ def is_output(node: Any) -> bool:
 
 
 def samples_axis(node: Any) -> int | None:
-    """The axis of the samples of an output that this node made."""
-    axis: int | None = node.metadata[_MARK][1]
-    return axis
+    """The axis of the samples of an output that this node made; None where that is none, or may be one of several."""
+    axes: tuple[int, ...] = node.metadata[_MARK][1]
+    return axes[0] if len(axes) == 1 else None
+
+
+def has_unclear_axis(node: Any) -> bool:
+    """Whether it made an output of which one of several axes may be that of the samples."""
+    return is_output(node) and len(node.metadata[_MARK][1]) > 1
+
+
+@contextmanager
+def assumed_axis(nodes: Iterable[Any], number: int) -> Iterator[None]:
+    """Meanwhile, the axis of the samples is the one of this number among those that it may be."""
+    marks = [(node, *node.metadata[_MARK]) for node in nodes]
+    try:
+        for node, owner, axes in marks:
+            node.metadata[_MARK] = owner, (axes[number],)
+        yield
+    finally:
+        for node, owner, axes in marks:
+            node.metadata[_MARK] = owner, axes
 
 
 def comes_from_output(tensor: torch.Tensor) -> bool:

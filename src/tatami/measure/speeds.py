@@ -210,7 +210,8 @@ class BlockPass(AbstractPass):
         def random(*shape: int) -> torch.Tensor:
             return torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
-        inputs = block.unit_parameters - block.forward_elements
+        frozen = round(block.unit_frozen_bytes / dtype.itemsize)
+        inputs = max(1, block.unit_parameters + frozen - block.forward_elements)
         self._x = random(samples, inputs).requires_grad_(block.backward_elements > 0)
         self._weights = [random(block.units, inputs), random(block.forward_elements, block.units)]
         for weight in self._weights:

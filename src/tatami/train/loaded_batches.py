@@ -150,19 +150,26 @@ class LoadedBatches(AbstractBatches):
         return self.num_batches is not None and not isinstance(self._loader, Iterator)
 
     @property
-    def _generator(self) -> torch.Generator | None:
-        """What the loader draws its order from, where that is not torch's own."""
-        generator = getattr(self._loader, "generator", None)
-        return generator if isinstance(generator, torch.Generator) else None
+    def _generators(self) -> dict[str, torch.Generator]:
+        """What the loader and its samplers draw the order from, where that is not torch's own."""
+        batches = getattr(self._loader, "batch_sampler", None)
+        drawers = {
+            "generator": self._loader,
+            "sampler generator": getattr(self._loader, "sampler", None),
+            "batch generator": batches,
+            "inner generator": getattr(batches, "sampler", None),
+        }
+        found = {name: getattr(each, "generator", None) for name, each in drawers.items()}
+        return {name: each for name, each in found.items() if isinstance(each, torch.Generator)}
 
     def _random_state(self) -> dict[str, Any]:
-        generator = self._generator
-        return random_state() | ({"generator": generator.get_state()} if generator is not None else {})
+        return random_state() | {name: each.get_state() for name, each in self._generators.items()}
 
     def _put_back(self, state: dict[str, Any]) -> None:
         set_random_state(state)
-        if self._generator is not None and "generator" in state:
-            self._generator.set_state(state["generator"])
+        for name, generator in self._generators.items():
+            if name in state:
+                generator.set_state(state[name])
 
     def _begin(self) -> None:
         self._iterate()
