@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drawing import mlp
 from tatami.comm.agreement import DEBUG_VARIABLE
@@ -169,6 +169,36 @@ def test_the_trainer_compares_its_data_before_it_trains(comm: AbstractCommunicat
         trainer.evaluate(batch(seed=mine), batch_size=10)
     assert trainer.iteration == 0
     assert len(trainer.fit(batch(), batch_size=10, iterations=3, validation=batch(7)).losses) == 3
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_what_ranks_of_a_replica_fetch_for_themselves_must_be_the_same(
+    comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch, debug: str
+) -> None:
+    """A data set draws its augmentations on every rank; replicas may draw others."""
+    monkeypatch.setenv(DEBUG_VARIABLE, debug)
+    (x, y), built = batch(), network()
+
+    class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+        def __init__(self, seed: int) -> None:
+            self.generator = torch.Generator().manual_seed(seed)
+
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return x[index] + torch.rand(4, generator=self.generator, dtype=torch.float64), y[index]
+
+    for layout, seed, is_refused in (
+        (one_replica(comm.size), 0, False),
+        (one_row(comm.size), comm.rank, False),
+        (one_replica(comm.size), comm.rank, True),
+    ):
+        trainer = Trainer(tiled(built, comm, layout=layout, batch_size=20), optimizer=SGD, loss=nn.CrossEntropyLoss())
+        refused = pytest.raises(InputError, match="batches: rank 1 has other samples than rank 0")
+        with refused if is_refused else nullcontext():
+            assert len(trainer.fit(Augmented(seed), batch_size=20, epochs=1).losses) == 2
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -388,6 +388,11 @@ class TiledModel(nn.Module):
         here = batch if self._is_alone else cut_batch(batch, span, samples=samples)
         return here if self._device.type == "cpu" else on_device(here, self._device)
 
+    def announce_share(self, samples: int, here: Any) -> None:
+        """Have the ranks of a replica compare what each has fetched, `here`, of a batch of `samples`, when they next do so."""
+        if any(watch.is_due for watch in self._watches):
+            self._batch.announce(samples, tensors_of(here), is_share=True)
+
     def micro_batches(self, *batch: Any) -> Iterator[Any]:
         """This rank's samples of a global batch in micro-batches, one after another, as many as its replica computes.
 

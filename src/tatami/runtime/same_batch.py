@@ -73,11 +73,13 @@ class BatchNumbers:
         samples: how many it has.
         tensors: without them, only the number of samples is known.
         autocast: the dtype in which the pass over it is computed; None: that of the weights.
+        is_share: whether the tensors hold only the samples that the rank's replica computes, which it has fetched by itself.
     """
 
     samples: int
     tensors: tuple[TensorNumbers, ...] = ()
     autocast: str | None = None
+    is_share: bool = False
 
 
 def numbers_of(samples: int, tensors: Sequence[torch.Tensor], *, whole: bool) -> BatchNumbers:
@@ -111,7 +113,7 @@ def refuse_other_batches(
     groups = [range(len(told))] if everywhere else replicas
     firsts = [members[0] for members in groups if members]
     pairs = [(rank, members[0], _differ) for members in groups for rank in members]
-    pairs += [(rank, firsts[0], _are_others) for rank in firsts]
+    pairs += [(rank, firsts[0], _are_others) for rank in firsts if not told[rank].is_share]
     strange = {
         rank: first
         for rank, first, differ in pairs
@@ -149,9 +151,11 @@ class BatchFacts:
         self._everywhere = False
         self._last = BatchNumbers(samples=0)
 
-    def announce(self, samples: int, tensors: Sequence[torch.Tensor], *, everywhere: bool = False) -> None:
-        """The batch that the next pass is over; `everywhere`: of which all ranks hold the same."""
-        self._last = numbers_of(samples, tensors, whole=self._whole)
+    def announce(
+        self, samples: int, tensors: Sequence[torch.Tensor], *, everywhere: bool = False, is_share: bool = False
+    ) -> None:
+        """The batch that the next pass is over; `everywhere`: of which all ranks hold the same; `is_share`: see `BatchNumbers`."""
+        self._last = replace(numbers_of(samples, tensors, whole=self._whole), is_share=is_share)
         self._everywhere = everywhere
 
     def own(self) -> BatchNumbers:
@@ -159,7 +163,7 @@ class BatchFacts:
 
     def refuse(self, told: Sequence[BatchNumbers]) -> None:
         """See `refuse_other_batches`."""
-        everywhere = self._whole or self._everywhere
+        everywhere = (self._whole and not self._last.is_share) or self._everywhere
         refuse_other_batches(told, replicas=self._replicas(), everywhere=everywhere, what="batches")
 
 

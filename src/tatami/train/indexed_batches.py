@@ -70,6 +70,8 @@ class IndexedBatches(AbstractBatches):
                 span = model.local_span(size)
                 mine = Span(start + span.start, start + span.stop)
                 here = on_device(self._fetch(mine, None if order is None else order[mine.slice()]), model.device)
+                if self._samples is not None:  # which may draw, as augmentations do
+                    model.announce_share(size, here)
             yield LocalBatch(size=size, here=here, is_last=start + size == self.num_samples)
 
     def facts(self) -> dict[str, Any]:
