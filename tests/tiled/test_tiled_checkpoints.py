@@ -82,7 +82,7 @@ def source(kind: str, comm: AbstractCommunicator) -> tuple[Any, dict[str, Any]]:
         return DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)), {}
     generator = torch.Generator().manual_seed(3)
     if kind == "weighted":
-        weights = torch.arange(SAMPLES) + 1.0
+        weights = [index + 1.0 for index in range(SAMPLES)]
         return DataLoader(data, batch_size=BATCH, sampler=WeightedRandomSampler(weights, SAMPLES, generator=generator)), {}
     if kind == "drawn in batches":
         return DataLoader(
