@@ -372,7 +372,7 @@ def test_an_optimizers_state_is_loaded_where_it_is_from_and_nowhere_else(
     plain.step()
     if isinstance(layout, Layout) and not sharded:
         with pytest.raises(
-            CheckpointError, match=r"has \(8, 4\) for a weight of which this rank holds \(4, 4\): it is of whole"
+            CheckpointError, match=r"has \(8, 4\) for a weight of which this rank holds \(4, 4\). It is of whole"
         ):
             fresh.load_state_dict(plain.state_dict())
     assert all(torch.equal(fresh.state[each]["exp_avg"], kept["exp_avg"]) for each, kept in loop.optimizer.state.items())

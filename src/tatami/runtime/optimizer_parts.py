@@ -76,8 +76,8 @@ def _refuse_whole(optimizer: Optimizer, given: Any) -> None:
         for value in given["state"].get(number, {}).values():
             if id(weight) in tiled and isinstance(value, torch.Tensor) and value.numel() > max(1, weight.numel()):
                 raise CheckpointError(
-                    f"this optimizer state has {tuple(value.shape)} for a weight of which this rank holds {tuple(weight.shape)}: "
-                    "it is of whole weights, and cannot be loaded where ranks share the units of a layer. Take a layout of "
+                    f"this state has {tuple(value.shape)} for a weight of which this rank holds {tuple(weight.shape)}. "
+                    "It is of whole weights, and cannot be loaded where ranks share the units of a layer. Take a layout of "
                     "replicas of one rank, or save with tatami.save_training, whose checkpoints are for any ranks and layout"
                 )
 
