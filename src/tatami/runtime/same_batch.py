@@ -146,7 +146,7 @@ class BatchFacts:
     def announce(
         self, samples: int, tensors: Sequence[torch.Tensor], *, everywhere: bool = False, is_share: bool = False
     ) -> None:
-        """The batch that the next pass is over; `everywhere`: of which all ranks hold the same; `is_share`: see `BatchNumbers`."""
+        """The batch that the next pass is over; `everywhere`: all ranks hold the same of it; `is_share`: see `BatchNumbers`."""
         self._last = replace(numbers_of(samples, tensors, whole=self._whole), is_share=is_share)
         self._everywhere = everywhere
 
