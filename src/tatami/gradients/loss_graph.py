@@ -51,6 +51,7 @@ _COUPLING = frozenset({
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
 _OVER_OTHERS = _REDUCING | {"NllLoss", "LinalgVectorNorm", "Norm", "Logsumexp", "Amax", "Amin"}
 """Operations that may reduce each row to a number."""
+_PARTING = frozenset({"Slice", "Split", "SplitWithSizes"})
 _TAKING = frozenset({"Slice", "Select"})
 _CHOOSING_ROWS = frozenset({"Index", "IndexSelect"})
 _SUM = 2
@@ -298,10 +299,11 @@ def _operation(node: Any) -> str:
     return str(node.name()).rstrip("0123456789").removesuffix("Backward")
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    """The shape of what the operation gives; (0,) where that is several tensors."""
+def _shape(node: Any, number: int | None = None) -> tuple[int, ...]:
+    """The shape of what the operation gives; where that is several tensors, of the one of this number, or (0,)."""
     shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", None) or ()]
-    return shapes[0] if len(shapes) == 1 else (0,)
+    number = 0 if len(shapes) == 1 else number
+    return (0,) if number is None or number >= len(shapes) else shapes[number]
 
 
 def _couples(operation: str) -> InputError:
@@ -382,33 +384,36 @@ def _is_over_samples(node: Any, *, joined: bool = True) -> bool:
 
     `joined` says whether also along those of several outputs, one after the other: half of them may be all of one output.
     """
-    operand = next((other for other, _ in node.next_functions if other is not None), None)
-    return operand is not None and _is_over(operand, _axes(node, among=max(1, len(_shape(operand)))), joined=joined)
-
-
-def _is_over(operand: Any, axes: Iterable[int], *, joined: bool = True) -> bool:
-    """As `_is_over_samples`, of some axes of what an operation takes."""
-    if not _shape(operand) or 0 in _shape(operand):
+    operand, number = next((edge for edge in node.next_functions if edge[0] is not None), (None, 0))
+    if operand is None:
         return False
-    waiting, seen = [(operand, frozenset(axes))], set[Any]()
+    axes = _axes(node, among=max(1, len(_shape(operand, number))))
+    return _is_over(operand, axes, number=number, joined=joined)
+
+
+def _is_over(operand: Any, axes: Iterable[int], *, number: int | None = None, joined: bool = True) -> bool:
+    """As `_is_over_samples`, of some axes of what an operation takes."""
+    if not _shape(operand, number) or 0 in _shape(operand, number):
+        return False
+    waiting, seen = [(operand, number, frozenset(axes))], set[Any]()
     while waiting:
-        node, along = waiting.pop()
-        if (node, along) in seen:
+        node, number, along = waiting.pop()
+        if (node, number, along) in seen:
             continue
-        seen.add((node, along))
-        name, shape = _operation(node), _shape(node)
+        seen.add((node, number, along))
+        name, shape = _operation(node), _shape(node, number)
         if is_output(node):
             if samples_axis(node) in along:
                 return True
             continue
-        for below in (other for other, _ in node.next_functions if other is not None):
-            own = _shape(below)
+        for below, place in (edge for edge in node.next_functions if edge[0] is not None):
+            own = _shape(below, place)
             moved = _moved(name, node, along, own=own) if joined or name not in _JOINING else None
             reduces = name in _OVER_OTHERS and along == {0} and own[:1] == shape[:1] and len(own) > 1
             if moved is not None:
-                waiting.append((below, moved))
+                waiting.append((below, place, moved))
             elif own == shape or (reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own)))):
-                waiting.append((below, along))
+                waiting.append((below, place, along))
     return False
 
 
@@ -425,7 +430,9 @@ def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) 
         return frozenset({one: other, other: one}.get(axis, axis) for axis in axes)
     if name == "Permute":
         return frozenset(_axis(node._saved_dims[axis], among) for axis in axes)
-    if name == "Select":
+    if name in _PARTING and own != shape:
+        return axes - {_axis(node._saved_dim, among)}
+    if name in ("Select", "Unbind"):
         dropped = _axis(node._saved_dim, among)
         return frozenset(axis + (axis >= dropped) for axis in axes)
     if name in _RESHAPING and axes == {0} and among and shape:
