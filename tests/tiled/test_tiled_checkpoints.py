@@ -82,8 +82,8 @@ def source(kind: str, comm: AbstractCommunicator) -> tuple[Any, dict[str, Any]]:
         return DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)), {}
     generator = torch.Generator().manual_seed(3)
     if kind == "weighted":
-        weights = torch.arange(SAMPLES) + 1.0
-        return DataLoader(data, batch_size=BATCH, sampler=WeightedRandomSampler(weights, SAMPLES, generator=generator)), {}
+        sampler = WeightedRandomSampler(range(1, SAMPLES + 1), SAMPLES, generator=generator)
+        return DataLoader(data, batch_size=BATCH, sampler=sampler), {}
     if kind == "drawn in batches":
         return DataLoader(
             data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator), BATCH, drop_last=False)
