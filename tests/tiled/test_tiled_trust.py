@@ -551,7 +551,7 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "a mean and 0.3 of a sum": (lambda out, y: F.cross_entropy(out, y) - 0.3 * out.square().sum(1).sum(), True),
     "a mean and a sum of 0.3 of each": (lambda out, y: F.cross_entropy(out, y) + (out.exp() * 0.3).sum(), True),
     "a mean and 0.3 of a sum of some classes": (lambda out, y: out.mean() + 0.3 * out[:, 1:].square().sum(), True),  # noqa: ARG005
-    "a mean and 0.3 of a sum of parts": (lambda out, y: out.mean() + 0.3 * out.split(2, 1)[0].exp().sum(1).sum(), True),  # noqa: ARG005
+    "a mean and 0.3 of a sum of parts": (lambda out, y: out.mean() + 0.3 * out.chunk(2, 1)[0].exp().sum(1).sum(), True),  # noqa: ARG005
     "one class to its mean": (lambda out, y: (out.unbind(1)[0] - out.unbind(1)[0].mean()).square().mean(), True),  # noqa: ARG005
     "one sample": (lambda out, y: out[0].square().mean() + out.square().mean(), True),  # noqa: ARG005
     "elements of each": (elements_of_each, True),
