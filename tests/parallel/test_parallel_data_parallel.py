@@ -505,6 +505,9 @@ def test_what_cannot_be_is_refused(comm: AbstractCommunicator) -> None:
         DataParallel(network(0).requires_grad_(False), comm)
     with pytest.raises(InputError, match=r"layer 0 \(Embedding\) divides gradients by how often its samples look up a row"):
         DataParallel(nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True)), comm)
+    if comm.size > 1 and not torch.distributed.is_initialized():
+        with pytest.raises(ModelError, match=r"1 is a SyncBatchNorm, which takes statistics of this rank's samples alone"):
+            DataParallel(nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)), comm)
     with pytest.raises(InputError, match="bucket_bytes must be at least 1, not 0"):
         DataParallel(network(0), comm, bucket_bytes=0)
     module = network(0)

@@ -94,7 +94,7 @@ class DataParallel(nn.Module):
         Raises:
             InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is not a float;
                 not one speed for each rank; a module that is in another DataParallel.
-            ModelError: an embedding with `scale_grad_by_freq`.
+            ModelError: an embedding with `scale_grad_by_freq`; a SyncBatchNorm that would not synchronize.
         """
         super().__init__()
         self._shares = SpeedShares([1.0] * comm.size if speeds is None else speeds, comm, where="DataParallel")
@@ -111,6 +111,11 @@ class DataParallel(nn.Module):
             raise InputError("no parameter of this network requires gradients; there is nothing to train")
         for name, layer in module.named_modules():
             refuse_counted_rows(name, layer)
+            if isinstance(layer, nn.SyncBatchNorm) and comm.size > 1 and not torch.distributed.is_initialized():
+                raise ModelError(
+                    f"{name or 'the network'} is a SyncBatchNorm, which takes statistics of this rank's samples alone where "
+                    "torch.distributed has no process group: wrap tatami.parallel.create_mnbn_model(network, comm)"
+                )
         self._comm = comm.duplicate()
         watch_steps()
         self._num_looks = 0
