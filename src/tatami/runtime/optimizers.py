@@ -24,8 +24,8 @@ _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "La
 """What cannot be tried, because it wants a closure, and what is known by its name."""
 _STEPS = 4
 _SHAPES = ((6, 4), (4, 6, 3, 2), (130, 130))
-"""Shapes of the weights that it is tried on: a small one, one of a convolution, and a large one, because some optimizers look at the
-whole of a weight only from 4,096 elements or 128 rows on, or where its norm exceeds a limit."""
+"""Shapes of the weights that it is tried on: a small one, one of a convolution, and a large one, because some optimizers look
+at the whole of a weight only from 4,096 elements or 128 rows on, or where its norm exceeds a limit."""
 _OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"})
 """What schedules write into the groups of an optimizer, and some constructors refuse."""
 _PATCHED = frozenset({"step", "_opt_called"})
