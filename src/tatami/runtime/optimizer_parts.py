@@ -35,14 +35,16 @@ def watch_optimizer_states() -> None:
         @functools.wraps(save)
         def state_dict(self: Optimizer) -> Any:
             state, parts = save(self), _parts(self)
-            if any(stop - start < total for start, stop, total in parts):
+            if _has_parts(parts):
                 state[KEY] = units_tensor(parts)
             return state
 
         @functools.wraps(load)
         def load_state_dict(self: Optimizer, state_dict: Any) -> None:
-            _refuse_other(state_dict.get(KEY), _parts(self))
-            _refuse_whole(self, state_dict)
+            parts = _parts(self)
+            _refuse_other(state_dict.get(KEY), parts)
+            if KEY not in state_dict and _has_parts(parts):
+                _refuse_whole(self, state_dict)
             load(self, state_dict)
 
         Optimizer.state_dict, Optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
@@ -65,6 +67,10 @@ def _refuse_other(given: torch.Tensor | None, own: list[tuple[int, int, int]]) -
             "it was saved by another rank, or under another layout. Load on each rank what it saved itself, or use "
             "tatami.save_training and tatami.load_training, which take any ranks and layout"
         )
+
+
+def _has_parts(parts: list[tuple[int, int, int]]) -> bool:
+    return any(stop - start < total for start, stop, total in parts)
 
 
 def _refuse_whole(optimizer: Optimizer, given: Any) -> None:

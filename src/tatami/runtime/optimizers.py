@@ -120,10 +120,10 @@ def _parts_step_as_the_whole(optimizer: torch.optim.Optimizer, dim: int | None) 
     ]
     # Groups with learning rates of their own, as those of layers, are tried once.
     tried = {repr({**settings, "lr": None}): settings for settings in groups}
-    return all(_steps_alike(optimizer, settings, shape, dim) for settings in tried.values() for shape in _SHAPES)
+    return all(_steps_in_parts(optimizer, settings, shape, dim) for settings in tried.values() for shape in _SHAPES)
 
 
-def _steps_alike(
+def _steps_in_parts(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], shape: tuple[int, ...], dim: int | None
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
@@ -143,17 +143,17 @@ def _stepped(
 ) -> torch.Tensor:
     """`weight` after a step for each gradient, by an optimizer of the same class with the settings of one group."""
     parameter = nn.Parameter(weight.clone())
-    alike = _alike(optimizer, {**copy.deepcopy(dict(settings)), "params": [parameter]})
-    for group in alike.param_groups:
+    twin = _twin(optimizer, {**copy.deepcopy(dict(settings)), "params": [parameter]})
+    for group in twin.param_groups:
         if group.get("lr") == 0:  # of a schedule that warms up
             group["lr"] = 1e-2
     for grad in grads:
         parameter.grad = grad.clone()
-        alike.step()
+        twin.step()
     return parameter.detach()
 
 
-def _alike(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+def _twin(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
     """One of the same class and settings, with one group: by its constructor, or by a copy of its attributes."""
     kind = type(optimizer)
     known = inspect.signature(kind.__init__).parameters

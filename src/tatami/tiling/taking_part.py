@@ -117,8 +117,6 @@ class QuickPrices:
                 if held is not None and not held.empty(workload):
                     price = cost.price(held, cluster=run, workload=workload).total
                     least, depth = min((least, depth), (price, held.deepest))
-                    if len(members) > _MANY:
-                        break
         if least < math.inf:
             self._depths.add(depth)
             self.least = min(self.least, least)

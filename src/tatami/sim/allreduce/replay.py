@@ -356,11 +356,11 @@ class RankTransfers:
 
 
 def repeats_itself(phase: Phase, *, ranks: int) -> bool:
-    """Whether only the first rounds of a phase must be simulated: all are alike, and all of `ranks` ranks are in them."""
-    alike = phase.sync is Sync.ARRIVAL and phase.num_rounds > CHECKS[0] and len(list(phase.distinct_rounds())) == 1
+    """Whether only the first rounds of a phase must be simulated: all are equal, and all of `ranks` ranks are in them."""
+    equal = phase.sync is Sync.ARRIVAL and phase.num_rounds > CHECKS[0] and len(list(phase.distinct_rounds())) == 1
     # With fewer elements than ranks some have nothing to do in some rounds, and pass them by.
     thin = any(group.size < group.members for group in phase.groups)
-    return alike and not thin and len(phase.memberships) == ranks
+    return equal and not thin and len(phase.memberships) == ranks
 
 
 def num_transfers(schedule: Schedule) -> int:

@@ -169,17 +169,9 @@ class Floor:
             self.across = ()
             early = min(buckets - 1, int((1 - late_share(workload)) * buckets))
             messages = _messages_of(self.gradients[0].planned)
-            self.legs = {
-                rank: _with_buckets(
-                    legs,
-                    self.gradients,
-                    early=early,
-                    handling_flop=messages
-                    * cluster.processors[rank].message_s
-                    * float((speeds or {}).get(self.names[rank], 1.0)),
-                )
-                for rank, legs in self.legs.items()
-            }
+            for rank, legs in self.legs.items():
+                flop = messages * cluster.processors[rank].message_s * float((speeds or {}).get(self.names[rank], 1.0))
+                self.legs[rank] = _with_buckets(legs, self.gradients, early=early, handling_flop=flop)
 
     def _ready(self, planned: PlannedSum) -> FloorSum:
         # Alike sums share one schedule: what it has looked up of its groups is looked up once.
