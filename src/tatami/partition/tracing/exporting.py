@@ -97,7 +97,8 @@ def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, 
     tensors = tuple(leaves[index] for index in given)
     on_tensors = _OnTensors(module, leaves, same, structure)
     try:
-        with _quiet(), kept(module):
+        # Remembering what operations give for which symbolic lengths takes torch longer than computing it again.
+        with _quiet(), kept(module), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             exported = torch.export.export(on_tensors, tensors, dynamic_shapes={"tensors": marks}, strict=False)
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
