@@ -92,6 +92,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 _tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 """With so many groups, an optimizer works element by element, or does not."""
 _shardable: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+_of_torch: dict[tuple[type, tuple[str, ...], int | None], bool] = {}
+"""Results for torch's own classes, whose steps depend on the settings of their groups alone, and by which dimension is cut."""
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -120,7 +122,13 @@ def _parts_step_as_the_whole(optimizer: torch.optim.Optimizer, dim: int | None) 
     ]
     # Groups with learning rates of their own, as those of layers, are tried once.
     tried = {repr({**settings, "lr": None}): settings for settings in groups}
-    return all(_steps_in_parts(optimizer, settings, shape, dim) for settings in tried.values() for shape in _SHAPES)
+    key = type(optimizer), tuple(tried), dim
+    found = _of_torch.get(key)
+    if found is None:
+        found = all(_steps_in_parts(optimizer, settings, shape, dim) for settings in tried.values() for shape in _SHAPES)
+        if type(optimizer).__module__.startswith("torch.optim."):
+            _of_torch[key] = found
+    return found
 
 
 def _steps_in_parts(
