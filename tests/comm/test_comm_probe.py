@@ -54,7 +54,7 @@ def test_a_slow_link_is_measured_by_few_messages(comm: AbstractCommunicator) -> 
     clock = Slow()
     links = measure_links(comm, large_bytes=1 << 10, clock=clock)
     assert {link.latency_s for link in links.values()} == {0.5}
-    assert clock.looks <= 2 * (1 + 2 * 3), "three round trips of each size, of which the last says that it is the last"
+    assert clock.looks <= 2 * (1 + 2 * 3), "three exchanges of each size, of which the last says that it is the last"
 
 
 class Half:

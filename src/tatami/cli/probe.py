@@ -55,8 +55,8 @@ def probe(
     """Measure every rank's speed on real work, and the links between the hosts.
 
     Speeds are measured by local computing, repeatedly and on all ranks at once; so is the cost of a message for the rank that
-    sends or receives it (CPU time over its share of a core). Links are measured by round trips of small and large messages,
-    one link at a time.
+    sends or receives it (CPU time over its share of a core). Links are measured one at a time: the latency by round trips of
+    small messages, the bandwidth by large ones both ways at once, as in a sum of gradients.
     """
     from tatami.cli.ranks import num_started, on_ranks
     from tatami.model.cluster_probe import probe as measure

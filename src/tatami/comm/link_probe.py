@@ -19,7 +19,7 @@ SMALL_BYTES = 8
 LARGE_BYTES = 4 * 1024 * 1024
 _WARM_UPS = 3
 _LONG_S, _FEWEST = 2.0, 2
-"""A link of 20 Mbit/s takes 3 s for a large message there and back: after so long only the fewest round trips are made."""
+"""A link of 20 Mbit/s takes 1.7 s for large messages both ways: after so long only the fewest exchanges are made."""
 _LEAST_LATENCY = 0.05
 """Smallest fraction of half a round trip that is left for the wire."""
 
@@ -35,11 +35,12 @@ def measure_links(
 ) -> dict[tuple[str, str], Link]:
     """The links between hosts, and between two ranks of one host, one after the other while all others wait. Collective.
 
-    Each is measured between the first ranks of its two hosts (or the first two of one), by round trips: the latency is half
-    the median of small ones, the bandwidth what the median of large ones takes longer.
+    Each is measured between the first ranks of its two hosts (or the first two of one). The latency is half the median of round
+    trips of small messages. The bandwidth is what large ones have that both send each other at the same time, as in a sum of
+    gradients: a full-duplex link carries them a little slower than one alone, and a radio link half as fast.
 
     Args:
-        small_repeats, large_repeats: round trips to take the median of, fewer where they take seconds.
+        small_repeats, large_repeats: exchanges to take the median of, fewer where they take seconds.
         large_bytes: size of a large message.
         pairs: of hosts, in sorted order; all where None.
         clock: for tests.
@@ -53,11 +54,11 @@ def measure_links(
     for hosts, (one, other) in reported(pairs_of_ranks, "measuring links", unit="links", is_shown=comm.rank == 0):
         if pairs is not None and hosts not in pairs:
             continue
-        small_s = _round_trip_s(comm, one, other, size_bytes=SMALL_BYTES, repeats=small_repeats, clock=clock)
-        large_s = _round_trip_s(comm, one, other, size_bytes=large_bytes, repeats=large_repeats, clock=clock)
+        latency_s = _exchange_s(comm, one, other, size_bytes=SMALL_BYTES, in_turn=True, repeats=small_repeats, clock=clock) / 2
+        large_s = _exchange_s(comm, one, other, size_bytes=large_bytes, in_turn=False, repeats=large_repeats, clock=clock)
         # A large message that came no later than a small one says nothing more than that it was no slower.
-        transfer_s = max(large_s - small_s, 0.01 * large_s) / 2
-        links[hosts] = Link(bandwidth_bytes_per_s=large_bytes / transfer_s, latency_s=small_s / 2)
+        transfer_s = max(large_s - latency_s, 0.01 * large_s)
+        links[hosts] = Link(bandwidth_bytes_per_s=large_bytes / transfer_s, latency_s=latency_s)
     return links
 
 
@@ -90,22 +91,31 @@ def link_ranks(hosts: tuple[str, ...]) -> Mapping[tuple[str, str], tuple[int, in
     return pairs
 
 
-def _round_trip_s(comm: AbstractCommunicator, one: int, other: int, *, size_bytes: int, repeats: int, clock: Clock) -> float:
-    """The median over `repeats` of there and back, the same on every rank; of fewer after `_LONG_S`. Collective."""
-    message = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
+def _exchange_s(
+    comm: AbstractCommunicator, one: int, other: int, *, size_bytes: int, in_turn: bool, repeats: int, clock: Clock
+) -> float:
+    """The median over `repeats` of messages both ways, the same on every rank; of fewer after `_LONG_S`. Collective.
+
+    Args:
+        in_turn: the second message is sent when the first has come, not at the same time.
+    """
+    sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
+    peer = other if comm.rank == one else one
     seconds: list[float] = []
     comm.barrier()
     began_s = clock.now_s()
-    while comm.rank in (one, other) and not message[0]:
+    while comm.rank in (one, other) and not sent[0] and not received[0]:
         start_s = clock.now_s()
         if comm.rank == one:
             is_long = start_s - began_s > _LONG_S and len(seconds) >= _FEWEST
-            message[0] = is_long or len(seconds) == repeats + _WARM_UPS - 1  # the last one, as the other end learns by it
-            comm.send(message, other)
-            comm.recv(message, other)
+            sent[0] = is_long or len(seconds) == repeats + _WARM_UPS - 1  # the last one, as the other end learns by it
+        if in_turn and comm.rank == other:
+            comm.recv(received, peer)
+            comm.send(sent, peer)
         else:
-            comm.recv(message, one)
-            comm.send(message, one)
+            request = comm.irecv(received, peer)
+            comm.send(sent, peer)
+            request.wait()
         seconds.append(clock.now_s() - start_s)
     median_s = statistics.median(seconds[min(_WARM_UPS, len(seconds) // 2) :]) if seconds else 0.0
     return float(comm.bcast_object(median_s, root=one))
