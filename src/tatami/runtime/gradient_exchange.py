@@ -7,7 +7,7 @@ Where each rank is a replica, all gradients are one vector, and messages are pie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -42,17 +42,11 @@ class _Room:
         buffer: (elements,).
         pieces: units on a stage, and their place in the buffer; both flat.
         riders: the rest of the buffer, for replicated gradients.
-        in_place: whether the buffer is memory of a stage.
     """
 
     buffer: torch.Tensor
     pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     riders: torch.Tensor
-    in_place: bool = False
-
-
-_Arrival = tuple[AbstractRequest, _Transfer, _Room]
-_Sent = tuple[AbstractRequest, int]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,17 +56,13 @@ class _UnderWay:
     Attributes:
         riders: replicated gradients, which travel with the rest.
         own: the same, one after the other, as they travel.
-        arrivals, sends: of each phase; of the sends, with whom.
+        arrivals, sends: of the phase.
     """
 
     riders: Sequence[torch.Tensor]
     own: torch.Tensor
-    arrivals: tuple[list[_Arrival], list[_Arrival]] = field(default_factory=lambda: ([], []))
-    sends: tuple[list[_Sent], list[_Sent]] = field(default_factory=lambda: ([], []))
-
-    def wait_for_sends(self, *, phase: int) -> None:
-        for sent, _ in self.sends[phase]:
-            sent.wait()
+    arrivals: list[tuple[AbstractRequest, _Transfer, _Room]] = field(default_factory=list)
+    sends: list[AbstractRequest] = field(default_factory=list)
 
 
 class GradientExchange:
@@ -195,20 +185,15 @@ class GradientExchange:
                 own = torch.cat([rider.view(-1) for rider in riders])
         own = own.to(wire_dtype(self._wire) or dtype)
         self._begun = begun = _UnderWay(riders=riders, own=own)
-        self._receive(begun, self._receives[0], phase=0)
-        # As early as that: where a long message comes before its receive, its sender waits.
-        back = {transfer.peer: transfer for transfer in self._receives[1]}
-        lies = {peer for peer, transfer in back.items() if self._room(False, 1, transfer, own).in_place}
-        self._receive(begun, [transfer for peer, transfer in back.items() if peer not in lies], phase=1)
+        self._receive(begun, phase=0)
         self._send(begun, phase=0, times=times)
         self._sum_arrivals(begun, times)
-        self._send(begun, phase=1, times=None)
-        self._receive_in_place(begun, {peer: back[peer] for peer in lies})
-        for request, _, room in begun.arrivals[1]:
+        for request, _, room in begun.arrivals:
             request.wait()
             for units, piece in room.pieces:
                 units.copy_(piece)
-        begun.wait_for_sends(phase=1)
+        for sent in begun.sends:
+            sent.wait()
         self._begun = None
         if self._vector is None:
             for stage, pair in zip(self._stages, pairs, strict=True):
@@ -219,15 +204,16 @@ class GradientExchange:
         return sums
 
     def _sum_arrivals(self, begun: _UnderWay, times: LinkTimes | None) -> None:
-        """Wait for the other replicas, and add them up in their order while the rest is still under way."""
+        """Wait for the other replicas, add them up in their order while the rest is still under way, and give the sums back."""
         heard: dict[int, torch.Tensor] = {}
-        for request, transfer, room in begun.arrivals[0]:
+        for request, transfer, room in begun.arrivals:
             if times is None:
                 request.wait()
             else:
                 times.wait(request, transfer.peer)
             if self._num_replicas == 2:  # each has sent all that it now adds to
-                begun.wait_for_sends(phase=0)
+                for sent in begun.sends:
+                    sent.wait()
             if self._vector is not None:
                 heard[transfer.replica] = room.buffer
                 continue
@@ -237,29 +223,25 @@ class GradientExchange:
                 heard[transfer.replica] = room.riders
         if self._vector is not None:
             if heard:  # all of the same elements
-                (units, _), *_ = begun.arrivals[0][0][2].pieces
+                (units, _), *_ = begun.arrivals[0][2].pieces
                 own = units if self._wire is None else units.to(wire_dtype(self._wire))
                 _sum_in_order([units], own, heard, mine=self._replica, num_replicas=self._num_replicas)
         elif begun.own.numel():
             _sum_in_order(begun.riders, begun.own, heard, mine=self._replica, num_replicas=self._num_replicas)
+        left = begun.sends
+        begun.sends = []
+        self._send(begun, phase=1, times=None)
+        for sent in left:  # from where the sums may come to
+            sent.wait()
+        self._receive(begun, phase=1)
 
-    def _receive(self, begun: _UnderWay, transfers: Iterable[_Transfer], *, phase: int) -> None:
-        """Begin to receive."""
-        for transfer in transfers:
+    def _receive(self, begun: _UnderWay, *, phase: int) -> None:
+        """Begin to receive all of the phase."""
+        begun.arrivals = []
+        for transfer in self._receives[phase]:
             room = self._room(False, phase, transfer, begun.own)
             request = self._comm.irecv(room.buffer, transfer.peer, tag=_TAG + phase)
-            begun.arrivals[phase].append((request, transfer, room))
-
-    def _receive_in_place(self, begun: _UnderWay, waiting: dict[int, _Transfer]) -> None:
-        """Begin to receive sums where the units lie, from each rank as soon as what went to it has left the same memory."""
-        sends = {peer: sent for sent, peer in begun.sends[0]}
-        while waiting:
-            left = [peer for peer in waiting if peer not in sends or sends[peer].test()]
-            if not left:
-                left = [next(iter(waiting))]
-                sends[left[0]].wait()
-            self._receive(begun, [waiting.pop(peer) for peer in left], phase=1)
-        begun.wait_for_sends(phase=0)
+            begun.arrivals.append((request, transfer, room))
 
     def _send(self, begun: _UnderWay, *, phase: int, times: LinkTimes | None) -> None:
         """Begin to send all of the phase."""
@@ -276,7 +258,7 @@ class GradientExchange:
                     room.riders.copy_(begun.own)
             if times is not None:
                 times.sends(transfer.peer)
-            begun.sends[phase].append((self._comm.isend(room.buffer, transfer.peer, tag=_TAG + phase), transfer.peer))
+            begun.sends.append(self._comm.isend(room.buffer, transfer.peer, tag=_TAG + phase))
 
     def _room(self, sending: bool, phase: int, transfer: _Transfer, riders: torch.Tensor) -> _Room:
         # What goes to several ranks is packed once.
@@ -287,7 +269,7 @@ class GradientExchange:
             sizes = [units.numel() for units in staged]
             size = sum(sizes)
             if len(staged) == 1 and self._wire is None and not transfer.carries_replicated and (sending or phase == 1):
-                room = self._rooms[key] = _Room(staged[0], (), staged[0][:0], in_place=True)
+                room = self._rooms[key] = _Room(staged[0], (), staged[0][:0])  # as it lies there
                 return room
             buffer = riders.new_empty(size + (riders.numel() if transfer.carries_replicated else 0))
             starts = accumulate(sizes, initial=0)
