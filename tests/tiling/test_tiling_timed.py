@@ -106,17 +106,28 @@ def test_one_machine_alone_that_is_as_fast_is_named_with_what_to_do() -> None:
     ("cluster", "cost"),
     [
         (home(bandwidth_bytes_per_s=1e9), None),
-        (home(bandwidth_bytes_per_s=1e6, speed=1e-10), None),
+        (Cluster.from_speeds([1.0, 0.5]), None),
         (Cluster.from_speeds([6e10]), None),
     ],
-    ids=["faster together", "relative speeds", "one machine"],
+    ids=["faster together", "relative speeds on one host", "one machine"],
 )
 def test_nothing_is_said_where_it_pays_or_is_a_guess(cluster: Cluster, cost: AlphaBetaCost | None) -> None:
     assert told(cluster, cost=cost) is None
 
 
+def test_relative_speeds_of_several_hosts_are_warned_about() -> None:
+    text = told(home(bandwidth_bytes_per_s=1e6, speed=1e-10))
+    assert text is not None
+    assert text.startswith(
+        "speeds are relative numbers, so this plan cannot compare computing with messages between the 2 hosts"
+    )
+    assert "Leave speeds out" in text
+
+
 def test_relative_speeds_are_known_where_it_is_said_what_they_are_of() -> None:
-    assert told(home(bandwidth_bytes_per_s=1e6, speed=1e-10), cost=AlphaBetaCost(flop_per_s=1e10)) is not None
+    text = told(home(bandwidth_bytes_per_s=1e6, speed=1e-10), cost=AlphaBetaCost(flop_per_s=1e10))
+    assert text is not None
+    assert text.startswith("desktop alone")
 
 
 def test_rho_and_q_of_the_papers_perceptron() -> None:

@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import fcntl
 import os
+import re
 import signal
 import stat
 import sys
@@ -138,7 +139,8 @@ def this_rank() -> str:
 def stop_all_ranks(message: str, *, exit_code: int = 1) -> Never:
     """Say `message` and end every rank of the job, this one included."""
     sys.stdout.flush()
-    print(message, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{message}\n")  # at once, or lines of several ranks would run together
+    sys.stderr.flush()
     _await_reader()
     if WATCHED not in os.environ:
         mpi = _running_mpi()
@@ -155,14 +157,19 @@ def stop_on_failure(error: BaseException, *, trace: TracebackType | None, thread
     where = this_rank()
     lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip().splitlines()
     said = shortened(": ".join([type(error).__name__, *str(error).splitlines()[:1]]), longest=1000)
-    text = [f"{where} failed{thread}; all ranks are stopped. {said}"]
+    # What the call of the user's was, and what to do, comes before what it waited for inside.
+    notes = "".join(
+        f"{note[:1].upper()}{note[1:].rstrip('.')}. " for note in getattr(error, "__notes__", ()) if "\n" not in note
+    )
+    text = [f"{where} failed{thread}; all ranks are stopped. {notes}{said}"]
     if _is_new(said):  # a mistake that all ranks make has one traceback
         text += [f"[{where}] {line}" for line in lines]
     stop_all_ranks("\n".join(text), exit_code=130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _is_new(said: str) -> bool:
-    """Whether no other rank that the same launcher watches has failed with these words."""
+    """Whether no other rank that the same launcher watches has failed with these words, with whatever numbers."""
+    said = re.sub(r"\d+", "0", said)
     try:
         failures = int(os.environ.get(WATCHED, ""))
         if FAILURES not in os.readlink(f"/proc/self/fd/{failures}"):  # a process that the rank has started has files of its own
@@ -232,7 +239,9 @@ def _say_goodbye(mpi: ModuleType) -> None:
         stop_all_ranks(f"{this_rank()} ends with {num_unfinished} transfers that timed out; all ranks are stopped")
     request = mpi.COMM_WORLD.Ibarrier()
     policy = replace(_GOODBYE_POLICY, roll_call=_roll_call)
-    wait_until(request.Test, policy=policy, timeout_s=float("inf"), clock=SystemClock(), doing=lambda: "the end of its script")
+    wait_until(
+        request.Test, policy=policy, timeout_s=float("inf"), clock=SystemClock(), doing=lambda: "MPI's end, after the script"
+    )
     mpi.Finalize()
 
 

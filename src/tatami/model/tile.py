@@ -275,7 +275,10 @@ def tile(
         if comm.rank == 0 and not quiet:
             is_local = batch_norm == "local" and any(isinstance(each, BATCH_NORMS) for each in whole.modules())
             local = "; batch normalization takes each replica's own statistics (not exact)" if is_local else ""
-            print(f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned, cluster)}{local}", flush=True)
+            print(
+                f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned, cluster, cost)}{local}",
+                flush=True,
+            )
             if isinstance(planned, Plan) and (told := alone_warning(planned, cluster=cluster, cost=cost)):
                 warn(told)
     assert layout is not None
@@ -464,10 +467,10 @@ def _renamed(layout: Layout | StagedLayout | None, cluster: Cluster, comm: Elast
     return layout.renamed(name_of)
 
 
-def _told(planned: Plan | StagedPlan, cluster: Cluster) -> str:
+def _told(planned: Plan | StagedPlan, cluster: Cluster, cost: AbstractCost | None) -> str:
     """The layout in one line, with the share of the processors' speed, or the time, that it is predicted to take."""
     if isinstance(planned, StagedPlan):
-        return _told_stages(planned)
+        return _told_stages(planned, cluster)
     shown = in_order(planned.tiling, cluster.by_name).replicas
     replicas = " | ".join(_few([" ".join(_few([tile.processor for tile in replica])) for replica in shown]))
     widths = " + ".join(_few([str(replica[0].samples.size) for replica in shown]))
@@ -476,15 +479,20 @@ def _told(planned: Plan | StagedPlan, cluster: Cluster) -> str:
     rounded = f"; recomputing activations: {', '.join(_few(again))}" if again else ""
     rounded += f"; sums travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
     shared = len(planned.layout.processors) + len(planned.left_out) > 1
-    efficiency = f"; predicted efficiency {1 / (1 + planned.gap):.0%}" if shared else ""
+    # Relative speeds do not say what messages between hosts cost.
+    is_known = len(set(cluster.host_of.values())) == 1 or not isinstance(cost, AlphaBetaCost | None)
+    is_known = is_known or (cost or AlphaBetaCost()).compares_machines(cluster)
+    efficiency = f"; predicted efficiency {1 / (1 + planned.gap):.0%}" if shared and is_known else ""
     return (
         f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{replicas}], "
         f"samples {widths}{efficiency}{left_out}{rounded}"
     )
 
 
-def _told_stages(planned: StagedPlan) -> str:
+def _told_stages(planned: StagedPlan, cluster: Cluster) -> str:
     layout = planned.layout
+    idle = [each.name for each in cluster.processors if each.name not in layout.processors]
+    left_out = f"; left out: {', '.join(_few(idle))}" if idle else ""
     ends = (*layout.cuts, len(planned.workload.pieces))
     sizes = [stop - first for first, stop in zip((0, *layout.cuts), ends, strict=True)]
     pieces = " + ".join(_few([*map(str, sizes)]))
@@ -498,7 +506,7 @@ def _told_stages(planned: StagedPlan) -> str:
     return (
         f"tatami: {len(layout.stages)} pipeline stages of {layout.num_replicas} "
         f"{'replica' if layout.num_replicas == 1 else 'replicas'} lie as [{stages}], pieces {pieces}, "
-        f"in {' or '.join(map(str, batches))} micro-batches{predicted}{rounded}"
+        f"in {' or '.join(map(str, batches))} micro-batches{predicted}{left_out}{rounded}"
     )
 
 

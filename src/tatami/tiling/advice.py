@@ -94,15 +94,23 @@ def fastest_alone(cluster: Cluster, *, workload: Workload, cost: AbstractCost | 
 
 
 def alone_warning(planned: Plan, *, cluster: Cluster, cost: AbstractCost | None = None) -> str | None:
-    """What to do where one machine alone is predicted to be as fast, or may be; None where it is not, or where that is a guess.
+    """What to do where one machine alone is predicted to be as fast, or may be; None where it is not.
 
-    Relative speeds say nothing of how long computing takes in comparison with sending. On one host messages are not measured.
+    Relative speeds say nothing of how long computing takes in comparison with sending, which matters between hosts. On one host
+    messages are not measured.
     """
     time_cost = cost if isinstance(cost, AlphaBetaCost) else AlphaBetaCost()
+    number = len(planned.layout.processors)
+    num_hosts = len(set(cluster.host_of.values()))
+    is_one_host = num_hosts == 1
+    if cluster.size > 1 and not is_one_host and not time_cost.compares_machines(cluster):
+        return (
+            f"speeds are relative numbers, so this plan cannot compare computing with messages between the {num_hosts} hosts: one "
+            "machine alone, or another plan, may be many times as fast. Leave speeds out, and they are measured together with "
+            "the links, in seconds; or give tatami.read_cluster(FILE) of a file that `tatami probe` wrote"
+        )
     if cluster.size == 1 or not time_cost.compares_machines(cluster):
         return None
-    number = len(planned.layout.processors)
-    is_one_host = len(set(cluster.host_of.values())) == 1
     if is_one_host and number > 1 and not cluster.calls_known and planned.predicted_s < _SHORT_S:
         return (
             f"the {number} ranks are predicted to compute for {format_duration(planned.predicted_s, digits=3)} an iteration. "
