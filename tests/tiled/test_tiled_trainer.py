@@ -389,3 +389,13 @@ def test_a_rank_that_becomes_the_first_goes_on_in_the_records_of_the_one_before(
         recorder.ended("epochs", iteration=2)
     added = '{"event": "validation", "iteration": 2, "loss": 0.5}\n{"event": "end", "iteration": 2, "stopped": "epochs"}\n'
     assert path.read_text() == first + added
+
+
+def test_a_rank_that_becomes_the_first_without_records_says_once_that_they_end() -> None:
+    model: Any = SimpleNamespace(comm=SimpleNamespace(rank=0))
+    recorder = RunRecorder(model, Records(), every=1, whole=lambda body: body())
+    recorder.joins(is_wanted=True)
+    with pytest.warns(UserWarning, match=r"the records of this run end here: .* Give Records\(\.\.\.\) on every rank") as said:
+        recorder.write("validation", iteration=2, values={"loss": 0.5})
+        recorder.ended("epochs", iteration=2)
+    assert len(said) == 1
