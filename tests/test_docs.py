@@ -42,9 +42,12 @@ look();
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without the pages of source, which take longer than all others."""
     folder = tmp_path_factory.mktemp("site")
+    extensions = "extensions=myst_parser,sphinx.ext.autodoc,sphinx.ext.napoleon"
+    strict = ["--fail-on-warning", "--keep-going", "--quiet"]
     built = subprocess.run(
-        [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html", "docs", str(folder)],
+        [sys.executable, "-m", "sphinx", *strict, "-b", "html", "-D", extensions, "docs", str(folder)],
         cwd=TOP,
         env=os.environ | {"PYTHONPATH": str(TOP / "src")},
         capture_output=True,
