@@ -105,9 +105,9 @@ def alone_warning(planned: Plan, *, cluster: Cluster, cost: AbstractCost | None 
     is_one_host = num_hosts == 1
     if cluster.size > 1 and not is_one_host and not time_cost.compares_machines(cluster):
         return (
-            f"speeds are relative numbers, so this plan cannot compare computing with messages between the {num_hosts} hosts: one "
-            "machine alone, or another plan, may be many times as fast. Leave speeds out, and they are measured together with "
-            "the links, in seconds; or give tatami.read_cluster(FILE) of a file that `tatami probe` wrote"
+            f"speeds are relative numbers, so this plan cannot compare computing with messages between the {num_hosts} hosts: "
+            "one machine alone, or another plan, may be many times as fast. Leave speeds out, and they are measured together "
+            "with the links, in seconds; or give tatami.read_cluster(FILE) of a file that `tatami probe` wrote"
         )
     if cluster.size == 1 or not time_cost.compares_machines(cluster):
         return None

@@ -136,8 +136,8 @@ class RunRecorder:
                 self._writes = True
                 if not self._records.wanted:
                     warn(
-                        "the records of this run end here: the rank that wrote them is gone, and this one, which is rank 0 now, "
-                        "was given none. Give Records(...) on every rank; rank 0 alone writes"
+                        "the records of this run end here: the rank that wrote them is gone, and this one, rank 0 now, was "
+                        "given none. Give Records(...) on every rank; rank 0 alone writes"
                     )
                 self._records.resume(iteration=iteration)  # where the first rank of before has written to the same file
             self._records.write(event, iteration=iteration, values=values)
