@@ -90,6 +90,8 @@ def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
     losses = [row["loss"] for row in facts.losses if row["what"] == "training"]
     if losses:
         parts.append(_curve("loss", losses, columns=columns))
+    elif run.records[-1]["event"] not in ("end", "error"):
+        parts.append(Text("no loss yet: a Trainer records every 10th iteration (record_every)", style="dim"))
     if facts.rates:
         parts.append(_curve("samples/s", [row["rate"] for row in facts.rates], columns=columns))
     if facts.steps:
