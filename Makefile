@@ -16,9 +16,6 @@ WORLD_SIZES := 1 2 3 4
 # The files whose tests ask for a world of ranks, or run on each: every rank would load all the others, too, and leave their tests out.
 ASKS_FOR_RANKS := ^(def test_.*[(, ]|    )(world: World|comm: AbstractCommunicator)
 WORLD_TESTS = $(sort $(shell grep -rlE '$(ASKS_FOR_RANKS)' tests --include='test_*.py'))
-# One and two ranks are threads, but for what is about communication and one test that tiled networks are exact; three and four are processes.
-THREAD_SIZES := 1 2
-TESTS_OF_FEW = $(filter tests/comm/% tests/functions/% tests/parallel/% tests/tiled/test_tiled_exact.py,$(WORLD_TESTS))
 TORCHRUN_SIZES := 2 3
 # What is about communication, and one test that a tiled network is exact.
 TORCHRUN_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_tcp.py \
@@ -61,7 +58,7 @@ docs: setup  ## the site, in site/: every page and every public name; fails on a
 
 # Everything once, with ranks as threads, in processes that share out the files; then the tests of what ranks do together, as real
 # MPI jobs; then some of them on ranks of torch.distributed, and on the other MPI library. But for the tests of backends, worlds of
-# threads are of one and two: those of three and four follow as processes. `pytest` alone has all of them.
+# threads are of two: those of one, three and four follow as processes. `pytest` alone has all of them.
 test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were skipped are listed at the end
 	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
 	@$(MAKE) --no-print-directory test-files
@@ -70,7 +67,7 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 
 test-files:
 	@mkdir -p $(dir $(TEST_LOG))
-	$(BIN)/python tests/logged.py $(TEST_LOG) $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 3,4 \
+	$(BIN)/python tests/logged.py $(TEST_LOG) $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 1,3,4 \
 	    -o faulthandler_timeout=$(STUCK_AFTER_S) -o faulthandler_exit_on_timeout=true $(FILES)
 
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.
@@ -85,8 +82,7 @@ world-tests:
 
 ranks-mpi-%:
 	@echo "== mpiexec -n $*"
-	@MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $* $(BIN)/python -m pytest -m mpi --world=mpi \
-	    $(if $(filter $*,$(THREAD_SIZES)),$(TESTS_OF_FEW),$(WORLD_TESTS)) < /dev/null
+	@MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(WORLD_TESTS) < /dev/null
 
 ranks-torchrun-%:
 	@echo "== torchrun --nproc-per-node $*"

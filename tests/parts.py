@@ -19,7 +19,7 @@ COSTS_S = {
     "test_server_runtime.py": 160.0,
     "test_cli_train.py": 130.0,
     "test_documents.py": 120.0,
-    "test_server_chaos.py": 100.0,
+    "test_server_chaos.py": 155.0,
     "test_cli_fuzz.py": 95.0,
     "test_tiled_exact.py": 95.0,
     "test_lab_real.py": 90.0,

@@ -188,7 +188,7 @@ def test_host_memory_of_a_device_is_taken_in_one_place() -> None:
 
 
 def test_every_test_of_ranks_is_run_under_mpiexec() -> None:
-    """`make test` gives mpiexec the files that it finds by their text, and leaves out worlds of three and four threads."""
+    """`make test` gives mpiexec the files that it finds by their text, and leaves out worlds of one, three and four threads."""
     root = SOURCE.parent
     asking = set()
     for path in (root / "tests").rglob("test_*.py"):

@@ -79,7 +79,7 @@ def test_a_last_loss_that_is_not_a_number_is_shown(tmp_path: Path, loss: float |
 @pytest.mark.parametrize("rest", [[], [{"event": "end", "iteration": 3, "stopped": "epochs"}]])
 def test_a_run_without_losses_says_when_they_come(tmp_path: Path, rest: list[dict[str, Any]]) -> None:
     shown = CliRunner().invoke(app, ["watch", "--once", str(written(tmp_path / "run.jsonl", [RUN[0], *rest]))])
-    assert ("no loss yet: a Trainer records every 10th iteration" in shown.stdout) == (not rest)
+    assert ("no loss yet: a Trainer writes it every record_every iterations" in shown.stdout) == (not rest)
 
 
 def test_curves_are_thinned_to_the_width() -> None:

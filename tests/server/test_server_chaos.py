@@ -33,7 +33,7 @@ from tatami.server import SGD, RunControl
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.testing.faulty import Death
 
-RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "5"))
+RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "10"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
 # On a busy machine sound processes may be silent for long, and two servers that are taken for dead at once are too many.
 HEARTBEAT_S = float(os.environ.get("TATAMI_CHAOS_HEARTBEAT_S", "12"))

@@ -825,5 +825,6 @@ def test_a_rank_without_a_stage_is_named(capsys: pytest.CaptureFixture[str]) -> 
     network = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 10))
     given: dict[str, Any] = {"sample": torch.zeros(4, 64), "speeds": [1.0, 0.02, 0.9], "reduction": "mean", "stages": 2}
     run_threads(lambda comm: tatami.tile(network, comm, batch_size=256, **given), size=3)
-    assert "2 pipeline stages of 1 replica lie as [p0 > p2]" in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert "2 pipeline stages of 1 replica lie as [p0 > p2]" in said
     assert "micro-batches; left out: p1" in said

@@ -91,7 +91,7 @@ def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
     if losses:
         parts.append(_curve("loss", losses, columns=columns))
     elif run.records[-1]["event"] not in ("end", "error"):
-        parts.append(Text("no loss yet: a Trainer records every 10th iteration (record_every)", style="dim"))
+        parts.append(Text("no loss yet: a Trainer writes it every record_every iterations", style="dim"))
     if facts.rates:
         parts.append(_curve("samples/s", [row["rate"] for row in facts.rates], columns=columns))
     if facts.steps:

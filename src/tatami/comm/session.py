@@ -237,7 +237,6 @@ def _say_goodbye(mpi: ModuleType) -> None:
     num_unfinished = sum(not request.Test() for requests, _ in abandoned for request in requests)
     if num_unfinished:
         stop_all_ranks(f"{this_rank()} ends with {num_unfinished} transfers that timed out; all ranks are stopped")
-    sys.stdout.flush()  # the launcher stops ranks that have met here when the first ends with an error
     request = mpi.COMM_WORLD.Ibarrier()
     policy = replace(_GOODBYE_POLICY, roll_call=_roll_call)
     wait_until(

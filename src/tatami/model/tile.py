@@ -45,6 +45,7 @@ from tatami.runtime.phases import phases_of
 from tatami.same_model import broadcast_model
 from tatami.stages.running import release
 from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Layout, Plan, StagedLayout, alone_warning
+from tatami.tiling.advice import ignores_messages
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.memory import memory_bytes, optimizer_shares
 from tatami.tiling.recomputing import recomputing_stages
@@ -479,10 +480,8 @@ def _told(planned: Plan | StagedPlan, cluster: Cluster, cost: AbstractCost | Non
     rounded = f"; recomputing activations: {', '.join(_few(again))}" if again else ""
     rounded += f"; sums travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
     shared = len(planned.layout.processors) + len(planned.left_out) > 1
-    # Relative speeds do not say what messages between hosts cost.
-    is_known = len(set(cluster.host_of.values())) == 1 or not isinstance(cost, AlphaBetaCost | None)
-    is_known = is_known or (cost or AlphaBetaCost()).compares_machines(cluster)
-    efficiency = f"; predicted efficiency {1 / (1 + planned.gap):.0%}" if shared and is_known else ""
+    is_known = shared and not ignores_messages(cluster, cost=cost)
+    efficiency = f"; predicted efficiency {1 / (1 + planned.gap):.0%}" if is_known else ""
     return (
         f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{replicas}], "
         f"samples {widths}{efficiency}{left_out}{rounded}"

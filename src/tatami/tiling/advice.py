@@ -93,6 +93,12 @@ def fastest_alone(cluster: Cluster, *, workload: Workload, cost: AbstractCost | 
     return min(found, key=lambda plan: plan.predicted_s, default=None)
 
 
+def ignores_messages(cluster: Cluster, *, cost: AbstractCost | None = None) -> bool:
+    """Whether there are several hosts, and a plan cannot compare computing with messages: speeds are relative numbers."""
+    time_cost = cost if isinstance(cost, AlphaBetaCost) else AlphaBetaCost()
+    return len(set(cluster.host_of.values())) > 1 and not time_cost.compares_machines(cluster)
+
+
 def alone_warning(planned: Plan, *, cluster: Cluster, cost: AbstractCost | None = None) -> str | None:
     """What to do where one machine alone is predicted to be as fast, or may be; None where it is not.
 
@@ -103,11 +109,11 @@ def alone_warning(planned: Plan, *, cluster: Cluster, cost: AbstractCost | None 
     number = len(planned.layout.processors)
     num_hosts = len(set(cluster.host_of.values()))
     is_one_host = num_hosts == 1
-    if cluster.size > 1 and not is_one_host and not time_cost.compares_machines(cluster):
+    if ignores_messages(cluster, cost=cost):
         return (
             f"speeds are relative numbers, so this plan cannot compare computing with messages between the {num_hosts} hosts: "
             "one machine alone, or another plan, may be many times as fast. Leave speeds out, and they are measured together "
-            "with the links, in seconds; or give tatami.read_cluster(FILE) of a file that `tatami probe` wrote"
+            "with the links, in seconds; or give tatami.cluster.read_cluster(FILE) of a file that `tatami probe` wrote"
         )
     if cluster.size == 1 or not time_cost.compares_machines(cluster):
         return None
