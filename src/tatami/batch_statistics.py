@@ -233,10 +233,11 @@ class _Normalize(torch.autograd.Function):
             pairs = zip(found, (x, weight, bias), strict=True)
             return (*(None if of is None or like is None else of.to(like.dtype) for of, like in pairs), None, None)
         wide = _axes(values)[1]
+        inverse = torch.rsqrt(variance + eps)
         if x.numel():
             # Kernels of the CPU take mean and variance as running statistics, those of CUDA as what the forward pass has saved;
             # and those want a weight, which these two gradients do not depend on.
-            known = torch.ones_like(mean), mean, variance, mean, torch.rsqrt(variance + eps)
+            known = torch.ones_like(mean), mean, variance, mean, inverse
             _, of_weight, of_bias = _backward(given, values, *known, False, eps, [False, True, True])
         else:
             of_weight = of_bias = torch.zeros_like(mean)
@@ -247,13 +248,12 @@ class _Normalize(torch.autograd.Function):
         table = batch.summed(torch.stack((of_bias, of_weight)).mul_(share), what="backward pass")
         if not batch.counts or not share:
             return torch.zeros_like(x), *own, None, None
-        level, slope = (table / (total * share)).to(mean.dtype)
-        inverse = torch.rsqrt(variance + eps)
         scale = inverse if weight is None else inverse * weight
-        slope, level, scale = (each.view(wide) for each in (slope.mul_(inverse).mul_(scale), level.mul_(scale), scale))
+        level, slope = (table / (total * share)).to(mean.dtype).mul_(scale)
+        mean, scale, slope, level = (each.view(wide) for each in (mean, scale, slope.mul_(inverse), level))
         whole = torch.empty_like(values)
-        for result, gradient, part, room in zip(_parts(whole), _parts(given), _parts(values), _rooms(values), strict=True):
-            centered = torch.sub(part, mean.view(wide), out=room)
+        for room, part, gradient, result in _parts(values, given, whole):
+            centered = torch.sub(part, mean, out=room)
             torch.mul(gradient, scale, out=result).addcmul_(centered, slope, value=-1).sub_(level)
         return whole.to(x.dtype), *own, None, None
 
@@ -263,16 +263,19 @@ def _axes(values: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:
     return [0, *range(2, values.dim())], (1, -1, *[1] * (values.dim() - 2))
 
 
-def _parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of (values_here, channels_here, ...), one after the other, that a processor's cache can hold."""
-    return torch.split(values, max(1, _PART_ELEMENTS // max(1, values[:1].numel())))
+def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors (values_here, channels_here, ...), one after the other, that a processor's cache can hold.
 
-
-def _rooms(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Memory for something of the size of each part: the same for all of them."""
-    parts = _parts(values)
-    room = torch.empty_like(parts[0])
-    return (room[: len(part)] for part in parts)
+    Before each is memory of its size, which is the same for all of them.
+    """
+    first = tensors[0]
+    if first.numel() <= _PART_ELEMENTS:
+        yield torch.empty_like(first), *tensors
+        return
+    parts = [torch.split(each, max(1, _PART_ELEMENTS // first[:1].numel())) for each in tensors]
+    room = torch.empty_like(parts[0][0])
+    for views in zip(*parts, strict=True):
+        yield room[: len(views[0])], *views
 
 
 def _statistics(values: torch.Tensor, batch: SharedBatch) -> _Statistics:
@@ -280,9 +283,8 @@ def _statistics(values: torch.Tensor, batch: SharedBatch) -> _Statistics:
     over, wide = _axes(values)
     if count:
         mean = values.sum(over).div_(count)
-        squares = torch.zeros_like(mean)
-        for part, room in zip(_parts(values), _rooms(values), strict=True):
-            squares += torch.sub(part, mean.view(wide), out=room).square_().sum(over)
+        around = mean.view(wide)
+        squares = sum(torch.sub(part, around, out=room).square_().sum(over) for room, part in _parts(values))
     else:
         mean = squares = values.new_zeros(values.shape[1])
     if batch.sums is None:

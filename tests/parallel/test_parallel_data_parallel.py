@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import pickle
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from drawing import mlp
 from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverlap, SharedOverlap, overlap
+from tatami.comm.transport import Transport
 from tatami.errors import CommTimeoutError, InputError, ModelError, RankDiedError, TrainingError
 from tatami.gradients import loss_graph
 from tatami.gradients.buckets import lay_buckets
@@ -397,6 +400,29 @@ def test_ranks_of_one_host_share_their_buckets_and_send_nothing(comm: AbstractCo
     sums = overlap(comm, sizes=[100])
     assert isinstance(sums, SharedOverlap if comm.has_windows else MessageOverlap)
     sums.close()
+
+
+def test_ranks_whose_vectors_do_not_fit_into_shared_memory_send_messages(
+    comm: AbstractCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has 64 MiB by default, and a rank that writes beyond the end is killed by a bus error."""
+    monkeypatch.setattr("tatami.comm.overlap.shutil.disk_usage", lambda _: SimpleNamespace(free=2 * 400 * comm.size - 1))
+    sums = overlap(comm, sizes=[100])
+    sums.vectors[0].fill_(1.0)
+    sums.begin(0)
+    sums.wait()
+    assert isinstance(sums, MessageOverlap)
+    assert torch.equal(sums.vectors[0], torch.full((100,), float(comm.size)))
+    sums.close()
+
+
+def test_a_window_that_is_forgotten_gives_its_memory_back(comm: AbstractCommunicator) -> None:
+    sums = overlap(comm, sizes=[3 * 4096])
+    vector = sums.vectors[0].fill_(1.0)
+    del sums
+    gc.collect()
+    if comm.transport is Transport.MPI:  # what the system takes back is read as zeros
+        assert not vector.any()
 
 
 @pytest.mark.ranks(2, 3, 4)

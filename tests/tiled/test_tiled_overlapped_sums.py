@@ -1,4 +1,4 @@
-"""Gradients of replicas of one rank, summed while the backward pass computes: as between hosts, which these ranks play."""
+"""Gradients of replicas of one rank, summed in buckets, which leave while the backward pass computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import tatami.model.model
 import tatami.runtime.overlapped_sums
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, TrainingError
@@ -24,8 +23,7 @@ STEPS, SAMPLES = 6, 8
 
 
 @pytest.fixture(autouse=True)
-def _between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tatami.model.model, "may_overlap", lambda comm: comm.size > 1)
+def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tatami.runtime.overlapped_sums, "LEAST_BYTES", 0)
 
 

@@ -15,12 +15,16 @@ algorithm (`AllReduce`) runs inside of `wait`.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 
@@ -37,6 +41,9 @@ from tatami.errors import InputError
 from tatami.tiling.traffic import sum_schedule
 
 _PAGE_BYTES = 4096
+_SHARED_MEMORY = Path("/dev/shm")
+_REMOVE = 9
+"""MADV_REMOVE of Linux: the pages of shared memory go back to the system, and read as zeros from then on."""
 
 
 class AbstractOverlap(ABC):
@@ -92,12 +99,16 @@ def overlap(
     Raises:
         InputError: an unknown algorithm, a dtype that cannot be reduced, or an algorithm for vectors on a device.
     """
+    places = tuple(hosts) if hosts is not None else comm.hosts
+    needed_bytes = sum(sizes) * dtype.itemsize * places.count(places[comm.rank])
     # Decided for all ranks: one on a CPU and one on a card must take the same way.
-    on_cpu = not any(comm.allgather_object(device is not None and device.type != "cpu"))
+    on_devices, have_room = zip(
+        *comm.allgather_object((device is not None and device.type != "cpu", _has_room(needed_bytes))), strict=True
+    )
+    on_cpu = not any(on_devices)
     if algorithm is not None and not on_cpu:
         raise InputError(f"algorithm={algorithm!r} reduces in host memory; leave it out where parameters lie on a device")
-    places = tuple(hosts) if hosts is not None else comm.hosts
-    if algorithm is None and on_cpu and comm.has_windows and _shares(places, dtype):
+    if algorithm is None and on_cpu and all(have_room) and comm.has_windows and _shares(places, dtype):
         return SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=places)
     if algorithm is not None:
         return ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm=algorithm)
@@ -134,6 +145,8 @@ class SharedOverlap(AbstractOverlap):
         page = _PAGE_BYTES // dtype.itemsize
         starts = list(accumulate((-(-size // page) * page for size in sizes), initial=0))
         self._window = here.shared_window(starts[-1], dtype)
+        self._leaves = weakref.finalize(self, _give_pages_back, self._window.tensor)
+        self._leaves.atexit = False
         self._counts = here.shared_window(2 * len(sizes), torch.int64)
         counts = [self._counts.of(rank).numpy() for rank in range(here.size)]
         self._begun = [each[: len(sizes)] for each in counts]
@@ -175,6 +188,7 @@ class SharedOverlap(AbstractOverlap):
         self._window.make_visible()
 
     def close(self) -> None:
+        self._leaves.detach()
         self._slices.clear()
         self._counts.close()
         self._window.close()
@@ -348,3 +362,22 @@ def _shares(hosts: Sequence[str], dtype: torch.dtype) -> bool:
     by messages, and would cross the network so."""
     ranks_on = {hosts.count(host) for host in hosts}
     return len(set(hosts)) == 1 or (len(ranks_on) == 1 and ranks_on != {1} and dtype not in HALF_DTYPES)
+
+
+def _has_room(needed_bytes: int) -> bool:
+    """Whether windows of so many bytes take at most half of the shared memory that is left.
+
+    A container of Docker has 64 MiB by default, and a rank that writes beyond the end is killed by a bus error.
+    """
+    try:
+        return 2 * needed_bytes <= shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:  # not on this system
+        return True
+
+
+def _give_pages_back(vectors: torch.Tensor) -> None:
+    """Free a window that was not closed: closing is collective, and ranks forget their models at different times."""
+    start = -(-vectors.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
+    stop = (vectors.data_ptr() + vectors.nbytes) // _PAGE_BYTES * _PAGE_BYTES
+    if stop > start and (advise := getattr(ctypes.CDLL(None), "madvise", None)) is not None:
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _REMOVE)  # where it cannot, the pages stay

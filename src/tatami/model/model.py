@@ -823,7 +823,7 @@ class TiledModel(nn.Module):
     def close(self) -> None:
         """Give the model's communicators back; the weights stay. Collective. Passes that need other ranks raise `ClosedError`.
 
-        For programs that make models again and again: MPI has some two thousand communicators, of which a model has two.
+        For programs that make models again and again: MPI has some two thousand communicators, and a model has two to five.
         """
         self._leave()
         self.comm.close()

@@ -1,9 +1,10 @@
-"""Data parallelism between hosts: gradients are summed while the backward pass still computes.
+"""Data parallelism: gradients are summed in buckets, between hosts while the backward pass still computes.
 
 A long sum over a slow link hides behind the backward pass if each part of it leaves as soon as it is ready. Where every rank is
-a replica, gradients therefore travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`). In all other cases
-they travel after the pass (`tatami.runtime.owner_sums`): where ranks share units, within one host, over links of different
-rates, over which the parts are uneven, and while a re-tiler measures when the messages of each link arrive.
+a replica, gradients therefore travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`). Ranks of one host
+add up in each other's memory, which costs them less than messages. In all other cases gradients travel after
+the pass (`tatami.runtime.owner_sums`): where ranks share units, over links of different rates, over which the parts are uneven,
+and while a re-tiler measures when the messages of each link arrive.
 """
 
 from __future__ import annotations
@@ -98,5 +99,5 @@ class OverlappedSums(AbstractGradientSums):
 
 
 def may_overlap(comm: AbstractCommunicator) -> bool:
-    """Whether these ranks can sum in buckets: on several hosts, in host memory, and always the same ranks."""
-    return len(set(comm.hosts)) > 1 and not comm.changes and not comm.on_devices
+    """Whether these ranks can sum in buckets: in host memory, always the same ranks, on several hosts or in shared memory."""
+    return not (comm.changes or comm.on_devices) and (len(set(comm.hosts)) > 1 or comm.has_windows)
