@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -284,7 +285,7 @@ def _statistics(values: torch.Tensor, batch: SharedBatch) -> _Statistics:
     if count:
         mean = values.sum(over).div_(count)
         around = mean.view(wide)
-        squares = sum(torch.sub(part, around, out=room).square_().sum(over) for room, part in _parts(values))
+        squares = reduce(torch.add, (torch.sub(part, around, out=room).square_().sum(over) for room, part in _parts(values)))
     else:
         mean = squares = values.new_zeros(values.shape[1])
     if batch.sums is None:
