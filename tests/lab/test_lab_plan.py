@@ -12,7 +12,7 @@ from tatami.cluster import Cluster, Link, OwnLink, Processor
 from tatami.errors import ClusterError, InputError
 from tatami.lab import plan_lab
 from tatami.lab.groups import quota_and_period_us
-from tatami.lab.network import ShapedDevice, rate_commands, shaping_commands
+from tatami.lab.network import Network, ShapedDevice, rate_commands, shaping_commands
 from tatami.lab.plan import FULLEST, LARGEST_SHARE, switch_address
 
 NETWORK = Link(bandwidth_bytes_per_s=125e6, latency_s=50e-6)
@@ -157,11 +157,11 @@ def lines(commands: list[list[str]]) -> list[str]:
 
 def test_one_class_for_the_network_and_one_for_each_exception() -> None:
     assert lines(shaping_commands(wire(exceptions={6: FAST_LINK}), delays=False)) == [
-        "ip -n tatami-1-a link set eth0 gso_max_size 65536",
+        "ip -n tatami-1-a link set eth0 mtu 9000 gso_max_size 65536",
         "tc -n tatami-1-a qdisc add dev eth0 root handle 1: htb default 1",
-        "tc -n tatami-1-a class add dev eth0 parent 1: classid 1:1 htb rate 100000000bit burst 1600 cburst 1600 quantum 60000",
+        "tc -n tatami-1-a class add dev eth0 parent 1: classid 1:1 htb rate 100737595bit burst 1600 cburst 1600 quantum 60000",
         "tc -n tatami-1-a class add dev eth0 parent 1: classid 1:2 "
-        "htb rate 10000000000bit burst 125000 cburst 125000 quantum 60000",
+        "htb rate 10073759499bit burst 125000 cburst 125000 quantum 60000",
         "tc -n tatami-1-a filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dst 10.77.0.7/32 flowid 1:2",
     ]
 
@@ -178,19 +178,32 @@ def test_many_exceptions_have_classes_of_their_own() -> None:
     assert "match ip dst 10.77.0.21/32 flowid 1:15" in commands[-1]
 
 
-@pytest.mark.parametrize(("bytes_per_s", "packet"), [(12.5e6, 9000), (125e6, 31250), (1.25e9, 65536)])
+@pytest.mark.parametrize(("bytes_per_s", "packet"), [(12.5e6, 3125), (125e6, 31250), (1.25e9, 65536)])
 def test_packets_are_of_a_size_that_the_link_takes_a_moment_for(bytes_per_s: float, packet: int) -> None:
     link = Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
     (first, *_) = lines(shaping_commands(replace(wire(exceptions={}), network=link), delays=False))
-    assert first == f"ip -n tatami-1-a link set eth0 gso_max_size {packet}"
+    assert first == f"ip -n tatami-1-a link set eth0 mtu 9000 gso_max_size {packet}"
+
+
+@pytest.mark.parametrize(("bytes_per_s", "mtu"), [(1e6, 1500), (12.5e6, 3125), (125e6, 9000)])
+def test_slow_links_have_small_packets_which_stay_when_the_rate_changes(bytes_per_s: float, mtu: int) -> None:
+    network = Network("tatami-1", delays=False)
+    (host,) = plan_lab(cluster_of("a"), cores=2.0).hosts
+    for rate in (bytes_per_s, 2 * bytes_per_s):
+        link = Link(bandwidth_bytes_per_s=rate, latency_s=0.0)
+        wires = network.wires(host, network=link, exceptions={})
+        assert [each.mtu_bytes for each in wires] == [mtu, mtu]
+    (command,) = rate_commands(wires[0], verb="change")
+    bits = float(command[command.index("rate") + 1].removesuffix("bit"))
+    assert bits * (mtu - 52) / (mtu + 14) == pytest.approx(8 * rate)
 
 
 def test_rates_change_in_place() -> None:
     (changed,) = lines(rate_commands(wire(exceptions={}), verb="change"))
-    assert changed.startswith("tc -n tatami-1-a class change dev eth0 parent 1: classid 1:1 htb rate 100000000bit")
+    assert changed.startswith("tc -n tatami-1-a class change dev eth0 parent 1: classid 1:1 htb rate 100737595bit")
 
 
-@pytest.mark.parametrize(("bytes_per_s", "bits"), [(0.01, "1bit"), (1e3, "8000bit")])
+@pytest.mark.parametrize(("bytes_per_s", "bits"), [(0.01, "1bit"), (1e3, "8059bit")])
 def test_slow_rates_are_whole_bits(bytes_per_s: float, bits: str) -> None:
     link = Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
     (command,) = rate_commands(ShapedDevice(namespace="n", device="eth0", match="dst", network=link, exceptions={}), verb="add")

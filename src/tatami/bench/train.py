@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -33,6 +33,7 @@ class TrainBenchmark:
         rounds: timings of each contestant, whose median counts.
         seconds: about how long one timing takes.
         planner: for the tiled runs.
+        batch_norm: see `tatami.tile`.
     """
 
     net: str
@@ -40,6 +41,7 @@ class TrainBenchmark:
     rounds: int = 7
     seconds: float = 0.5
     planner: str = DEFAULT_PLANNER
+    batch_norm: Literal["global", "local"] = "global"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,6 +152,7 @@ def _tiled(subject: TrainSubject, comm: AbstractCommunicator, benchmark: TrainBe
         speeds="equal",
         planner=benchmark.planner,
         reduction="mean",
+        batch_norm=benchmark.batch_norm,
         quiet=True,
     )
 

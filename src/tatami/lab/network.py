@@ -12,13 +12,18 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tatami.cluster import Link
 from tatami.errors import LabError
 from tatami.lab.plan import NETWORK, SWITCH, Host, switch_address
 
 MTU_BYTES = 9000
-"""Jumbo frames: headers are 0.7 % of a rate instead of 4 %, so payload arrives at the rate that was asked for."""
+_LEAST_MTU_BYTES = 1500
+"""Packets of slow links are Ethernet's. A packet leaves when its first byte may, a wire's arrives when its last one does: with
+jumbo frames, of 9 ms at 1 MB/s, each message of an idle link came so much too early."""
+_HEADER_BYTES, _FRAME_BYTES = 52, 14
+"""Of TCP and IP in a packet, and of Ethernet around it, both of which a rate counts; what is asked for is that of payload."""
 _BURST_S = 1e-4
 _SMALLEST_BURST_BYTES = 1600
 """A link that was idle lets so much through at once, and the packet that is then on its way; a wire would not. 64 KiB of
@@ -42,6 +47,7 @@ class ShapedDevice:
         match: `dst` at a host's end, `src` at the port's.
         network: the link to all others.
         exceptions: the other links, by the host's index.
+        mtu_bytes: the largest packet.
     """
 
     namespace: str
@@ -49,6 +55,7 @@ class ShapedDevice:
     match: str
     network: Link
     exceptions: Mapping[int, Link]
+    mtu_bytes: int = MTU_BYTES
 
 
 class Network:
@@ -57,6 +64,7 @@ class Network:
     def __init__(self, prefix: str, *, delays: bool) -> None:
         self._prefix = prefix
         self._delays = delays
+        self._mtu_bytes: dict[int, int] = {}
 
     def namespace(self, host: str) -> str:
         return f"{self._prefix}-{host}"
@@ -82,14 +90,14 @@ class Network:
         call("ip", "-n", own, "link", "set", "eth0", "up")
 
     def wires(self, host: Host, *, network: Link, exceptions: Mapping[int, Link]) -> tuple[ShapedDevice, ShapedDevice]:
-        """Both ends of a host's cable."""
-        out = ShapedDevice(
-            namespace=self.namespace(host.name), device="eth0", match="dst", network=network, exceptions=exceptions
+        """Both ends of a host's cable. Its packets are as large as at first: the other hosts have agreed on that."""
+        fastest_bytes_per_s = max(link.bandwidth_bytes_per_s for link in (network, *exceptions.values()))
+        mtu_bytes = self._mtu_bytes.setdefault(host.index, min(MTU_BYTES, _packet_bytes(fastest_bytes_per_s)))
+        wire = partial(ShapedDevice, network=network, exceptions=exceptions, mtu_bytes=mtu_bytes)
+        return (
+            wire(namespace=self.namespace(host.name), device="eth0", match="dst"),
+            wire(namespace=self.namespace(SWITCH), device=_port(host), match="src"),
         )
-        back = ShapedDevice(
-            namespace=self.namespace(SWITCH), device=_port(host), match="src", network=network, exceptions=exceptions
-        )
-        return out, back
 
     def shape(self, wire: ShapedDevice) -> None:
         """Give a new device its queues."""
@@ -124,8 +132,8 @@ def shaping_commands(wire: ShapedDevice, *, delays: bool) -> list[list[str]]:
     """
     tc, at = ["tc", "-n", wire.namespace], ["dev", wire.device]
     fastest_bytes_per_s = max(link.bandwidth_bytes_per_s for _, link in _classes(wire))
-    packet = min(_LARGEST_PACKET_BYTES, max(MTU_BYTES, round(fastest_bytes_per_s * _PACKET_S)))
-    commands = [["ip", "-n", wire.namespace, "link", "set", wire.device, "gso_max_size", str(packet)]]
+    sizes = ["mtu", str(wire.mtu_bytes), "gso_max_size", str(_packet_bytes(fastest_bytes_per_s))]
+    commands = [["ip", "-n", wire.namespace, "link", "set", wire.device, *sizes]]
     commands.append([*tc, "qdisc", "add", *at, "root", "handle", "1:", "htb", "default", str(_NETWORK_CLASS)])
     commands += rate_commands(wire, verb="add")
     for number, (index, _) in enumerate(wire.exceptions.items(), start=_FIRST_EXCEPTION):
@@ -143,12 +151,17 @@ def shaping_commands(wire: ShapedDevice, *, delays: bool) -> list[list[str]]:
 def rate_commands(wire: ShapedDevice, *, verb: str) -> list[list[str]]:
     """The `tc` commands that set the rates of a device: `verb` is `add` at first and `change` later."""
     commands = []
+    around = (wire.mtu_bytes + _FRAME_BYTES) / (wire.mtu_bytes - _HEADER_BYTES)
     for number, link in _classes(wire):
         burst = str(max(_SMALLEST_BURST_BYTES, round(link.bandwidth_bytes_per_s * _BURST_S)))
-        rate = ["rate", f"{max(1, round(link.bandwidth_bytes_per_s * 8))}bit", "burst", burst, "cburst", burst]
+        rate = ["rate", f"{max(1, round(link.bandwidth_bytes_per_s * 8 * around))}bit", "burst", burst, "cburst", burst]
         place = ["dev", wire.device, "parent", "1:", "classid", f"1:{number:x}"]
         commands.append(["tc", "-n", wire.namespace, "class", verb, *place, "htb", *rate, "quantum", str(_QUANTUM_BYTES)])
     return commands
+
+
+def _packet_bytes(bytes_per_s: float) -> int:
+    return min(_LARGEST_PACKET_BYTES, max(_LEAST_MTU_BYTES, round(bytes_per_s * _PACKET_S)))
 
 
 def _classes(wire: ShapedDevice) -> list[tuple[int, Link]]:
