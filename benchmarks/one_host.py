@@ -17,16 +17,9 @@ import torch
 
 import tatami
 from tatami.bench.train import TrainBenchmark, TrainSubject, bench_train, perceptron
+from tatami.cli.bench import subject_of
 from tatami.cli.tasks import CharacterGpt, NextTokenLoss, task_of
 from tatami.cli.train_job import TrainJob
-
-
-def task(model: str) -> TrainSubject:
-    """What `tatami train --model` trains, on the first samples of a batch."""
-    found = task_of(TrainJob(model=model))
-    torch.manual_seed(0)
-    x, y = found.train.x[: found.batch_size], found.train.y[: found.batch_size]
-    return TrainSubject(model=found.make(), x=x, y=y, loss=found.loss, sample=x[:4])
 
 
 def large_gpt() -> TrainSubject:
@@ -38,9 +31,9 @@ def large_gpt() -> TrainSubject:
 
 SMALL = TrainBenchmark(net="203-80-26", batch_size=4096)
 CASES: dict[str, tuple[Callable[[], TrainSubject], Literal["global", "local"]]] = {
-    "gpt": (lambda: task("gpt"), "global"),
-    "cnn": (lambda: task("cnn"), "global"),
-    "cnn, statistics of each rank": (lambda: task("cnn"), "local"),
+    "gpt": (lambda: subject_of(task_of(TrainJob(model="gpt")), 16), "global"),
+    "cnn": (lambda: subject_of(task_of(TrainJob(model="cnn")), 64), "global"),
+    "cnn, statistics of each rank": (lambda: subject_of(task_of(TrainJob(model="cnn")), 64), "local"),
     "203-80-26": (lambda: perceptron(SMALL), "global"),
     "gpt of 25 M weights": (large_gpt, "global"),
 }

@@ -107,7 +107,7 @@ def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: 
     from tatami.cli.ranks import is_rank
     from tatami.comm import init, launch
 
-    subject = None if task is None else _subject(task, benchmark.batch_size)
+    subject = None if task is None else subject_of(task, benchmark.batch_size)
     if is_rank():
         comm = init()
         record = bench_train(benchmark, comm, subject=subject)
@@ -129,7 +129,7 @@ def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: 
     return record
 
 
-def _subject(task: Task, batch_size: int) -> TrainSubject:
+def subject_of(task: Task, batch_size: int) -> TrainSubject:
     """Make a benchmark's subject of a task: one batch of its samples, repeated if there are too few."""
     import torch
 

@@ -23,7 +23,7 @@ _LEAST_MTU_BYTES = 1500
 """Packets of slow links are Ethernet's. A packet leaves when its first byte may, a wire's arrives when its last one does: with
 jumbo frames, of 9 ms at 1 MB/s, each message of an idle link came so much too early."""
 _HEADER_BYTES, _FRAME_BYTES = 52, 14
-"""Of TCP and IP in a packet, and of Ethernet around it, both of which a rate counts; what is asked for is that of payload."""
+"""Headers of TCP and IP in a packet, and of Ethernet before it. htb counts both; the rate of a link is that of payload."""
 _BURST_S = 1e-4
 _SMALLEST_BURST_BYTES = 1600
 """A link that was idle lets so much through at once, and the packet that is then on its way; a wire would not. 64 KiB of
