@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 
 from tatami.comm import launch
 from tatami.comm.launch import SHARED_MEMORY, Launcher, find_launcher, launch_command, rank_command, run
+from tatami.comm.signals import undisturbed
 from tatami.errors import InputError, MissingExtraError
 
 pytest.importorskip("mpi4py", reason="needs the extra 'mpi'")
@@ -401,12 +403,14 @@ def wait_for(done: Callable[[], object], *, what: str) -> None:
 
 def test_ranks_may_save_their_work_when_the_run_is_to_end(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(
-        "import os, pathlib, signal, sys\n"
+        "import os, pathlib, signal, sys, time\n"
         "rank = os.environ['PMI_RANK']\n"
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "def save(*_):\n"
+        "    pathlib.Path(f'saved-{rank}').touch()\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, save)\n"
         "pathlib.Path(f'up-{rank}').touch()\n"
-        "signal.sigwait([signal.SIGTERM])\n"
-        "pathlib.Path(f'saved-{rank}').touch()\n"
+        "time.sleep(800)\n"
     )
     command = [sys.executable, "-m", "tatami", "run", "-n", "3", "rank.py"]
     with subprocess.Popen(command, cwd=tmp_path) as process:
@@ -417,6 +421,25 @@ def test_ranks_may_save_their_work_when_the_run_is_to_end(tmp_path: Path) -> Non
         finally:
             process.kill()
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1", "saved-2"]
+
+
+def test_signals_act_after_what_is_to_run_undisturbed() -> None:
+    came: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append("signal"))
+    idle = threading.Event()
+    thread = threading.Thread(target=idle.wait)  # does not block the signal, as threads of BLAS do not
+    thread.start()
+    try:
+        with undisturbed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            came.append("end")
+        wait_for(lambda: "signal" in came, what="the signal")
+        assert came == ["end", "signal"]
+    finally:
+        idle.set()
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_hosts_that_are_not_there_are_named_by_ssh(capfd: pytest.CaptureFixture[str]) -> None:

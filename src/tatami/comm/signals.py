@@ -53,12 +53,22 @@ def ending_as_exception() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """What is inside runs to its end; a signal that comes meanwhile acts afterwards."""
+    """What is inside runs to its end; a signal that comes meanwhile acts afterwards.
+
+    Signals are noted, as blocking them is not enough: the system gives a signal of the process to any thread that does not block
+    it, such as those of BLAS. They are blocked too, for the sake of programs that are started inside, which inherit this.
+    """
+    came: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        yield
+        with _handled(ENDING, lambda number, _frame: came.append(number), usual_only=False):
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
 
 
 @final
@@ -118,13 +128,16 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def _handled(numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle those of the signals for which nothing else was asked, where Python handles signals: in the main thread."""
+def _handled(
+    numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], object], *, usual_only: bool = True
+) -> Iterator[None]:
+    """Handle the signals where Python handles them, in the main thread: all, or those for which nothing else was asked."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     usual = (signal.SIG_DFL, signal.default_int_handler)
-    replaced = {number: before for number in numbers if (before := signal.getsignal(number)) in usual}
+    found = {number: before for number in numbers if (before := signal.getsignal(number)) is not None}
+    replaced = {number: before for number, before in found.items() if before in usual or not usual_only}
     for number in replaced:
         signal.signal(number, handler)
     try:

@@ -91,18 +91,20 @@ class Lab:
 
     def __enter__(self) -> Self:
         require_lab()
-        with ExitStack() as undo:
-            undo.enter_context(ending_as_exception())
+        with ExitStack() as ending:
+            ending.enter_context(ending_as_exception())
+            undo = ending.enter_context(ExitStack())
             undo.enter_context(without_leftovers())
             with undisturbed():
                 self._state = new_state([host.name for host in self.plan.hosts])
                 undo.callback(_take_away_undisturbed, self._state)
             self._build()
             self._undo = undo.pop_all()
+            self._ending = ending.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with undisturbed():
+        with self._ending, undisturbed():
             self._undo.close()
 
     # -- processes --------------------------------------------------------------------------------------------------------
