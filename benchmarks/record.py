@@ -22,6 +22,7 @@ COMMANDS = {
     "put-vs-allgather": "run -n 2 benchmarks/bench_put.py",
     "dataparallel": "run -n 2 benchmarks/bench_data_parallel.py",
     "one-host": "run -n 2 benchmarks/one_host.py",
+    "starting": "benchmarks/starting.py",
     "functions": "run -n 2 benchmarks/bench_functions.py",
     "server": "benchmarks/bench_server.py",
     # In the lab, as root: four hosts of two ranks with links of 1 Gbit/s.

@@ -1,5 +1,6 @@
 """Real jobs: they end well, and when a rank fails they end and say which, though the other ranks would wait forever."""
 
+import json
 import os
 import re
 import shutil
@@ -421,6 +422,39 @@ def test_ranks_may_save_their_work_when_the_run_is_to_end(tmp_path: Path) -> Non
         finally:
             process.kill()
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1", "saved-2"]
+
+
+def test_copies_of_the_command_are_ranks_as_new_processes_are(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import atexit, json, os, pathlib, random, signal, sys, threading, time\n"
+        "import numpy\n"
+        "from tatami.comm import init\n"
+        "facts = dict(argv=sys.argv[1:], name=__name__, path=sys.path[0], stdin=sys.stdin.read(), main=sys.argv[0])\n"
+        "files = map('/proc/self/fd/{}'.format, os.listdir('/proc/self/fd'))\n"
+        "facts['sockets'] = sum(os.readlink(each).startswith('socket') for each in files if os.path.exists(each))\n"
+        "facts['signals'] = [signal.getsignal(each) is signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGHUP)]\n"
+        "facts['blocked'] = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+        "facts['draws'] = [random.random(), numpy.random.random()]\n"
+        "facts['is copy'] = 'tatami.cli.app' in sys.modules\n"
+        "found = pathlib.Path(f'{sys.argv[1]}-{init().rank}')\n"
+        "atexit.register(lambda: found.write_text(json.dumps(facts)))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), facts.update(thread='waited for'))).start()\n"
+    )
+    command = [sys.executable, "-m", "tatami", "run", "-n", "2"]
+    for how in (["script.py"], ["-m", "script"]):
+        subprocess.run([*command, *how, how[0], "--flag"], cwd=tmp_path, input="in", text=True, check=True, timeout=800)
+        first, second = (json.loads((tmp_path / f"{how[0]}-{rank}").read_text()) for rank in range(2))
+        assert first["argv"] == second["argv"] == [how[0], "--flag"]
+        assert first["name"] == "__main__"
+        assert first["path"] == str(tmp_path)
+        assert Path(first["main"]).name == "script.py"
+        assert (first["stdin"], second["stdin"]) == ("in", "")
+        assert first["signals"] == [True, True]
+        assert first["blocked"] == 0
+        assert len(set(first["draws"] + second["draws"])) == 4
+        assert first["thread"] == "waited for"
+        assert first["is copy"] == (sys.platform == "linux")
+        assert (first["sockets"], second["sockets"]) == (1, 1), "each has its own connection to the launcher alone"
 
 
 def test_signals_act_after_what_is_to_run_undisturbed() -> None:

@@ -104,8 +104,8 @@ def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: 
         task: the task to train; None: the perceptron of the benchmark.
     """
     from tatami.bench.train import bench_train
-    from tatami.cli.ranks import is_rank
-    from tatami.comm import init, launch
+    from tatami.cli.ranks import is_rank, start_ranks
+    from tatami.comm import init
 
     subject = None if task is None else subject_of(task, benchmark.batch_size)
     if is_rank():
@@ -120,7 +120,7 @@ def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: 
     command = ["-m", "tatami", "bench", "train", *asked, "--json"]
     command += [text for name, value in settings.items() for text in (name, str(value))]
     with contextlib.redirect_stdout(said):
-        code = launch.run(command, ranks=ranks)
+        code = start_ranks(command, ranks=ranks)
     if code != 0:
         print(said.getvalue(), end="", file=sys.stderr)
         raise typer.Exit(code)

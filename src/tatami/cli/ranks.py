@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import typer
 
+from tatami.cli.own_process import own_process
 from tatami.cli.terminal import environment_of_ranks, is_terminal, tell
 from tatami.clock import SystemClock
 from tatami.comm import BACKENDS, AbstractCommunicator, init, launch, run_threads
@@ -19,6 +21,8 @@ from tatami.progress import Progress
 from tatami.report.bar import BarProgress, progress_for
 
 MOST_THREADS = 256
+_SLOW_TO_LOAD = ("tatami.model.tile", "tatami.train.trainer", "torch._dynamo")
+"""What takes a rank longest to load that trains a network, after torch."""
 
 Result = TypeVar("Result")
 
@@ -71,8 +75,16 @@ def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, back
     if backend != "mpi" and ranks == 1 and hosts is None:
         return body(init(backend="single"))
     os.environ.update(environment_of_ranks())
-    code = launch.run(["-m", "tatami", *sys.argv[1:]], ranks=ranks, hosts=None if hosts is None else hosts.split(","))
+    code = start_ranks(["-m", "tatami", *sys.argv[1:]], ranks=ranks, hosts=hosts)
     raise typer.Exit(code)
+
+
+def start_ranks(command: Sequence[str], *, ranks: int, hosts: str | None = None) -> int:
+    """Return the exit code of `launch.run`, whose ranks may be copies of this process where it is the command's own."""
+    if own_process.claimed and hosts is None and ranks > len(os.sched_getaffinity(0)):
+        for name in _SLOW_TO_LOAD:  # once, in place of on each rank, where ranks would wait for each other's loading
+            importlib.import_module(name)
+    return launch.run(command, ranks=ranks, hosts=None if hosts is None else hosts.split(","), copies=own_process.claimed)
 
 
 def num_started() -> int | None:

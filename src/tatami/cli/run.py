@@ -89,10 +89,10 @@ def run(job: RunJob) -> None:
         raise InputError("--force is for the files of elastic runs: add --elastic, or leave it out")
     if job.retile:
         raise InputError("--retile is for elastic runs: add --elastic. Elsewhere the script asks for it: Trainer(retile=...)")
-    from tatami.comm import launch
+    from tatami.cli.ranks import start_ranks
 
     start_s = time.perf_counter()
-    code = launch.run(job.command, ranks=job.ranks, hosts=None if job.hosts is None else job.hosts.split(","))
+    code = start_ranks(job.command, ranks=job.ranks, hosts=job.hosts)
     if job.as_json:
         seconds = time.perf_counter() - start_s
         show_json({"command": job.command, "ranks": job.ranks, "exit_code": code, "seconds": seconds})

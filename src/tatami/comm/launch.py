@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tatami.cluster.device_choice import DEVICE_VARIABLE
+from tatami.comm.forked import can_copy
 from tatami.comm.job_token import TOKEN_VARIABLE, new_job_token
 from tatami.comm.local import LOOK_S, LocalJob
 from tatami.comm.session import WATCHED
@@ -44,7 +45,7 @@ class Launcher:
     family: str
 
 
-def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = None) -> int:
+def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = None, copies: bool = False) -> int:
     """Run `command` (a program and its arguments) on `ranks` ranks, and return the exit code of the job.
 
     When a rank fails, the others are stopped. On this machine, under MPICH, the last line on standard error says which rank it
@@ -53,6 +54,8 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
 
     Args:
         hosts: machines to start on, each `name` or `name:ranks`; None for this machine alone, over its loopback.
+        copies: ranks that are Python programs may be copies of this process, with all that it has loaded, where it is on Linux
+            and has no other threads: they start at once. For a process that does nothing else.
 
     Raises:
         InputError: fewer than 1 rank, no command, or invalid host names.
@@ -66,7 +69,8 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
     environ.setdefault(TOKEN_VARIABLE, new_job_token())
     with stop_requests() as stop, without_leftovers():
         if hosts is None and launcher.family == "mpich":
-            code = LocalJob(words, ranks=ranks, environ=environ, show=_show).run(stop)
+            program = command if copies and words != [*command] and can_copy() else None
+            code = LocalJob(words, ranks=ranks, environ=environ, show=_show, program=program).run(stop)
         else:
             environ.pop(WATCHED, None)
             code = _run_mpiexec(launch_command(launcher, words, ranks=ranks, hosts=hosts), environ=environ, stop=stop)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
+from tatami.comm.forked import Copy, start_copy
 from tatami.comm.pmi import PmiServer
 from tatami.comm.session import FAILURES, WATCHED
 from tatami.comm.signals import StopRequest, end_with_parent
@@ -36,7 +37,7 @@ class _Rank:
     """A rank: its process, this side of its socket pair, what the system tells of its end by, and an unfinished line."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Copy
     pmi: socket.socket
     handle: int | None
     unread: bytes = b""
@@ -51,14 +52,23 @@ class LocalJob:
         ranks: how many.
         environ: their variables; each gets some more.
         show: is given what they print.
+        program: of Python, its words as `runner.main` takes them: ranks are copies of this process that run it, not `command`.
 
     Raises:
         CommError: not all of them could be started; those that were are ended.
     """
 
     def __init__(
-        self, command: Sequence[str], *, ranks: int, environ: Mapping[str, str], show: Callable[[bytes], object]
+        self,
+        command: Sequence[str],
+        *,
+        ranks: int,
+        environ: Mapping[str, str],
+        show: Callable[[bytes], object],
+        program: Sequence[str] | None = None,
     ) -> None:
+        self._command = command
+        self._program = program
         self._server = PmiServer(ranks)
         self._show = show
         self._selector = selectors.DefaultSelector()
@@ -70,7 +80,7 @@ class LocalJob:
         self._selector.register(self._output, selectors.EVENT_READ, self._pass_on)
         try:
             for number in range(ranks):
-                self._start(number, command, environ={**environ, WATCHED: str(failures)}, output=output, failures=failures)
+                self._start(number, environ={**environ, WATCHED: str(failures)}, output=output, failures=failures)
         except OSError as error:
             started = len(self._running)
             self._end()
@@ -169,19 +179,26 @@ class LocalJob:
 
     # -- their processes -----------------------------------------------------------------------------------------------------
 
-    def _start(self, number: int, command: Sequence[str], *, environ: Mapping[str, str], output: int, failures: int) -> None:
+    def _start(self, number: int, *, environ: Mapping[str, str], output: int, failures: int) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, open(os.devnull, "rb") as nothing:
             size = self._server.size
             own = {"PMI_FD": theirs.fileno(), "PMI_RANK": number, "PMI_SIZE": size}
             own |= {"MPI_LOCALRANKID": number, "MPI_LOCALNRANKS": size}
-            process = subprocess.Popen(
-                command,
-                env={**environ, **{name: str(value) for name, value in own.items()}},
-                stdin=None if number == 0 else subprocess.DEVNULL,
-                stdout=output,
-                pass_fds=[theirs.fileno(), failures],
-                preexec_fn=end_with_parent,
+            environ = {**environ, **{name: str(value) for name, value in own.items()}}
+            stdin = nothing.fileno() if number > 0 or not _is_open(0) else 0
+            passed = [theirs.fileno(), failures]
+            process = (
+                start_copy(self._program, environ=environ, stdin=stdin, stdout=output, pass_fds=passed)
+                if self._program is not None
+                else subprocess.Popen(
+                    self._command,
+                    env=environ,
+                    stdin=stdin,
+                    stdout=output,
+                    pass_fds=passed,
+                    preexec_fn=end_with_parent,
+                )
             )
         handle = os.pidfd_open(process.pid) if _TELLS_OF_ENDS else None
         rank = _Rank(number=number, process=process, pmi=ours, handle=handle)
@@ -196,6 +213,14 @@ class LocalJob:
 
     def _end(self) -> None:
         self._signal(signal.SIGKILL)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def _ended_by(code: int) -> str:

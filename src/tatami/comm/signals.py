@@ -55,8 +55,8 @@ def ending_as_exception() -> Iterator[None]:
 def undisturbed() -> Iterator[None]:
     """What is inside runs to its end; a signal that comes meanwhile acts afterwards.
 
-    Signals are noted, as blocking them is not enough: the system gives a signal of the process to any thread that does not block
-    it, such as those of BLAS. They are blocked too, for the sake of programs that are started inside, which inherit this.
+    Signals are noted, as blocking them is not enough: the system gives a signal of the process to any thread that does not
+    block it, such as those of BLAS. They are blocked too, for the sake of programs started inside, which inherit this.
     """
     came: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)

@@ -1,0 +1,134 @@
+"""Ranks as copies of the launcher, which has torch and this package loaded already: they start at once, and share its memory.
+
+A new Python would load both again, which takes seconds of a core for each rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import final
+
+from tatami.comm import runner
+from tatami.comm.signals import ENDING, end_with_parent
+
+
+def can_copy() -> bool:
+    """Whether a copy of this process is as good as a new one: nothing in it has threads or a connection to MPI or to a GPU."""
+    torch = sys.modules.get("torch")
+    return (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and "mpi4py.MPI" not in sys.modules
+        and (torch is None or not torch.cuda.is_initialized())
+        # What these say holds from the start of a Python on, and a new one of ours would not have them.
+        and not (sys.flags.isolated or sys.flags.optimize or sys.flags.inspect)
+    )
+
+
+@final
+class Copy:
+    """A process made by `start_copy`, as `subprocess.Popen` shows one that it made.
+
+    Attributes:
+        pid: its number.
+        returncode: how it ended, or the negative number of the signal; None while it runs.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Look whether it has ended; returns `returncode`."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid != 0:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, stdout: int, pass_fds: Collection[int]) -> Copy:
+    """Start a copy of this process that runs a Python program as `tatami.comm.runner` does, and ends with it.
+
+    Args:
+        words: `script.py ...` or `-m module ...`.
+        environ: its environment.
+        stdin, stdout: open files.
+        pass_fds: open files that it has too, under the same numbers.
+
+    Raises:
+        OSError: the system lets no more processes be started.
+    """
+    _flush()
+    gc.freeze()  # collections of garbage in the copy would otherwise write to all of the memory that it shares
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the threads of BLAS, which sees to itself where a process forks
+        pid = os.fork()
+    if pid != 0:
+        return Copy(pid)
+    try:
+        end_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        _take_files(stdin, stdout, pass_fds)
+        _forget_the_launcher(environ, words)
+        with suppress(SystemExit):  # of code 0: the runner ends the process for any other
+            runner.main()
+        # As Python ends: threads are waited for, then `atexit` and what C libraries have registered.
+        ctypes.pythonapi.Py_Exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _take_files(stdin: int, stdout: int, pass_fds: Collection[int]) -> None:
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    for number in {int(each) for each in os.listdir("/proc/self/fd")} - {0, 1, 2, *pass_fds}:
+        with suppress(OSError):
+            os.close(number)
+    # As a new Python makes them: buffered, unless it is asked not to, where there is no terminal.
+    before = sys.__stdout__
+    at_once = bool(os.environ.get("PYTHONUNBUFFERED")) or (before is not None and before.write_through)
+    encoding, errors = ("utf-8", "strict") if before is None else (before.encoding, before.errors)
+    sys.stdin = os.fdopen(0, encoding=encoding, errors=errors, closefd=False)
+    output = os.fdopen(1, "w", 1 if os.isatty(1) else -1, encoding=encoding, errors=errors, closefd=False)
+    output.reconfigure(write_through=at_once)
+    sys.stdout = output
+
+
+def _forget_the_launcher(environ: Mapping[str, str], words: Sequence[str]) -> None:
+    """What a new Python would not have: the launcher's signal handlers, hooks, and draws."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    sys.excepthook = sys.__excepthook__
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = [runner.__file__, *words]
+    if words[0] == "-m":  # it is to run again, as the main module
+        sys.modules.pop(f"{words[1]}.__main__" if hasattr(sys.modules.get(words[1]), "__path__") else words[1], None)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # `random` does so by itself; torch begins with one seed in all processes
