@@ -107,7 +107,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(
     assert "[rank 1" in ended.err
     assert 'raise ValueError("boom")' in ended.err
     assert "ValueError: boom" in ended.err
-    assert "tatami/comm/runner" not in ended.err
+    assert "tatami/comm/program" not in ended.err
     assert ("in thread 'loader'" in ended.err) == (moment == "in a thread")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import final
 
-from tatami.comm import runner
+from tatami.comm.program import run_program
 from tatami.comm.signals import ENDING, end_with_parent
 
 
@@ -62,7 +62,7 @@ class Copy:
 
 
 def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, stdout: int, pass_fds: Collection[int]) -> Copy:
-    """Start a copy of this process that runs a Python program as `tatami.comm.runner` does, and ends with it.
+    """Start a copy of this process that runs a Python program, and ends with it.
 
     Args:
         words: `script.py ...` or `-m module ...`.
@@ -87,8 +87,8 @@ def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, 
             os._exit(1)
         _take_files(stdin, stdout, pass_fds)
         _forget_the_launcher(environ, words)
-        with suppress(SystemExit):  # of code 0: the runner ends the process for any other
-            runner.main()
+        with suppress(SystemExit):  # of code 0: any other has ended the process
+            run_program(words)
         # As Python ends: threads are waited for, then `atexit` and what C libraries have registered.
         ctypes.pythonapi.Py_Exit(0)
     except BaseException:
@@ -127,7 +127,6 @@ def _forget_the_launcher(environ: Mapping[str, str], words: Sequence[str]) -> No
     sys.excepthook = sys.__excepthook__
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv = [runner.__file__, *words]
     if words[0] == "-m":  # it is to run again, as the main module
         sys.modules.pop(f"{words[1]}.__main__" if hasattr(sys.modules.get(words[1]), "__path__") else words[1], None)
     if "numpy" in sys.modules:

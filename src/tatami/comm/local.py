@@ -52,7 +52,7 @@ class LocalJob:
         ranks: how many.
         environ: their variables; each gets some more.
         show: is given what they print.
-        program: of Python, its words as `runner.main` takes them: ranks are copies of this process that run it, not `command`.
+        program: of Python, its words as `run_program` takes them: ranks are copies of this process that run it, not `command`.
 
     Raises:
         CommError: not all of them could be started; those that were are ended.

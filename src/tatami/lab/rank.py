@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch  # noqa: F401
 
-from tatami.comm import runner
+from tatami.comm.program import run_program
 from tatami.lab.enter import join, read
 from tatami.lab.lab_state import pace_file
 from tatami.lab.pacing import Pacing
@@ -29,15 +29,14 @@ def main() -> None:
         import_module(name)
     rank = int(os.environ["PMI_RANK"])
     join(read(folder, "ranks.json")[rank])
-    sys.argv[1:] = words
     file = pace_file(Path(folder), rank)
     if not file.exists():
-        runner.main()
+        run_program(words)
         return
     pacing = Pacing(file)
     try:
         with pacing:
-            runner.main()
+            run_program(words)
     finally:
         pacing.tell(rank)
 
