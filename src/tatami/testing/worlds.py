@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,11 +169,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if (kind := config.getoption("world")) != "threads":
         everyone = _everyone(kind)
         told = everyone.allgather_object(config.stash[_FAILED])
-        if everyone.rank != 0:
-            return
-        for rank, failed in enumerate(told):
-            for test in [each for each in failed if each not in told[0]]:
-                print(f"{test} failed on rank {rank} of {everyone.size} and not on rank 0:\n{failed[test]}")
+        if everyone.rank == 0:
+            for rank, failed in enumerate(told):
+                for test in [each for each in failed if each not in told[0]]:
+                    print(f"{test} failed on rank {rank} of {everyone.size} and not on rank 0:\n{failed[test]}")
+            config.get_terminal_writer().flush()
+            sys.stdout.flush()
+        everyone.barrier()  # the first that ends with a failure ends all
 
 
 @pytest.fixture
