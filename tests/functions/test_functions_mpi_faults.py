@@ -1,12 +1,12 @@
 """The faults of `test_functions_never_hangs.py` in real MPI jobs: all ranks learn who waited for whom; a dead rank ends all."""
 
 import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-
-from tatami.comm.launch import run
 
 pytest.importorskip("mpi4py", reason="needs the extra 'mpi'")
 
@@ -41,7 +41,8 @@ def said(tmp_path: Path, script: str, *, ranks: int) -> tuple[int, dict[int, str
     """The exit code, and what each rank said."""
     path = tmp_path / "script.py"
     path.write_text(HEAD + textwrap.dedent(script), encoding="utf-8")
-    code = run([str(path)], ranks=ranks)
+    command = [sys.executable, "-m", "tatami", "run", "-n", str(ranks), str(path)]
+    code = subprocess.run(command, check=False, timeout=800).returncode
     files = {rank: Path(f"{path}{rank}") for rank in range(ranks)}
     return code, {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
@@ -83,7 +84,7 @@ def test_different_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], victim: int) -> None:
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], victim: int) -> None:
     """The launcher knows who died; MPI ends the others before they could."""
     script = f"""
     def body():
@@ -95,7 +96,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, capsys: pytest.
     """
     code, errors = said(tmp_path, script, ranks=3)
     assert code != 0
-    said_last = capsys.readouterr().err
+    said_last = capfd.readouterr().err
     first = next(line for line in said_last.splitlines() if line.startswith("tatami run: rank"))
     assert first.startswith(f"tatami run: rank {victim} (pid ")
     assert first.endswith("was killed by signal 9 (SIGKILL); the other ranks are stopped")
