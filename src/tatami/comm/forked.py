@@ -21,16 +21,21 @@ from tatami.comm.program import run_program
 from tatami.comm.signals import ENDING, end_with_parent
 
 
+_GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Where there are drivers of GPUs: NVIDIA's, that of Windows below Linux, and AMD's."""
+
+
 def can_copy() -> bool:
-    """Whether a copy of this process is as good as a new one: nothing in it has threads or a connection to MPI or to a GPU."""
-    torch = sys.modules.get("torch")
+    """Whether a copy of this process is as good as a new one: it has no threads, and no connection to MPI or to a GPU.
+
+    On a host with GPUs it is not: to ask torch whether there are any, as several of its modules do while they are loaded,
+    connects a process to them, and no copy of it could compute there.
+    """
     return (
         sys.platform == "linux"
         and threading.active_count() == 1
         and "mpi4py.MPI" not in sys.modules
-        and (torch is None or not torch.cuda.is_initialized())
-        # What these say holds from the start of a Python on, and a new one of ours would not have them.
-        and not (sys.flags.isolated or sys.flags.optimize or sys.flags.inspect)
+        and not any(map(os.path.exists, _GPUS))
     )
 
 
