@@ -20,7 +20,6 @@ from typing import final
 from tatami.comm.program import run_program
 from tatami.comm.signals import ENDING, end_with_parent
 
-
 _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Where there are drivers of GPUs: NVIDIA's, that of Windows below Linux, and AMD's."""
 
