@@ -16,14 +16,11 @@ import time
 from pathlib import Path
 
 from tatami.bench.interleaved import machine
-from tatami.cli.own_process import own_process
-from tatami.cli.ranks import start_ranks
 
-
-def start(how: str, ranks: int) -> None:
-    """What `tatami run -n RANKS benchmarks/starting.py --rank` does, or did before ranks could be copies."""
-    own_process.claimed = how == "copies"
-    sys.exit(start_ranks([__file__, "--rank"], ranks=ranks))
+WAYS = {
+    "copies": ["-m", "tatami", "run", "-n"],
+    "processes": ["-c", "import sys; from tatami.comm import run; sys.exit(run(sys.argv[2:], ranks=int(sys.argv[1])))"],
+}
 
 
 def be_rank() -> None:
@@ -47,19 +44,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-n", dest="ranks", default="2,4", help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--start", choices=["copies", "processes"], help=argparse.SUPPRESS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.rank:
         be_rank()
         return
-    if wanted.start:
-        start(wanted.start, int(wanted.ranks))
     for ranks in map(int, wanted.ranks.split(",")):
         for round_ in range(wanted.rounds):
-            for how in ("copies", "processes"):
+            for how, words in WAYS.items():
                 before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-                command = [sys.executable, __file__, "--start", how, "-n", str(ranks)]
+                command = [sys.executable, *words, str(ranks), __file__, "--rank"]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - began_s
                 cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -39,7 +39,7 @@ def _nothing_long_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     def started(*_: object, **__: object) -> NoReturn:
         raise typer.Exit(STARTED)
 
-    def launched(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = None) -> NoReturn:
+    def launched(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = None, **_: object) -> NoReturn:
         mpiexec = launch.Launcher(program=Path("mpiexec"), family="mpich")
         launch.launch_command(mpiexec, launch.rank_command(command), ranks=ranks, hosts=hosts)
         raise typer.Exit(STARTED)

@@ -67,7 +67,7 @@ def test_ranks_hosts_and_exit_code_are_handed_through(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "run", run)
     result = CliRunner().invoke(app, ["run", "-n", "5", "--hosts", "a:3,b:2", "-m", "package"])
     assert result.exit_code == 7
-    assert seen == [(["-m", "package"], {"ranks": 5, "hosts": ["a:3", "b:2"]})]
+    assert seen == [(["-m", "package"], {"ranks": 5, "hosts": ["a:3", "b:2"], "copies": False})]
 
 
 def test_a_device_is_asked_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

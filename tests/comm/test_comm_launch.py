@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tatami.comm import launch
+from tatami.comm import forked, launch
 from tatami.comm.launch import SHARED_MEMORY, Launcher, find_launcher, launch_command, rank_command, run
 from tatami.comm.signals import undisturbed
 from tatami.errors import InputError, MissingExtraError
@@ -25,6 +25,9 @@ pytest.importorskip("mpi4py", reason="needs the extra 'mpi'")
 
 if any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")):
     pytest.skip("inside mpiexec no other mpiexec can be started", allow_module_level=True)
+
+
+MAY_COPY = sys.platform == "linux" and not any(map(os.path.exists, forked._GPUS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,8 +454,26 @@ def test_copies_of_the_command_are_ranks_as_new_processes_are(tmp_path: Path) ->
         assert first["blocked"] == 0
         assert len(set(first["draws"] + second["draws"])) == 4
         assert first["thread"] == "waited for"
-        assert first["is copy"] == (sys.platform == "linux")
+        assert first["is copy"] == MAY_COPY
         assert (first["sockets"], second["sockets"]) == (1, 1), "each has its own connection to the launcher alone"
+
+
+def test_a_process_that_has_computed_on_several_threads_is_not_copied() -> None:
+    script = """
+        import torch
+        torch.set_num_threads(2)
+        from tatami.comm.forked import can_copy, copyable
+        can = [can_copy()]
+        with copyable():
+            torch.rand(1000, 1000).exp()
+        can.append(can_copy())
+        torch.rand(1000, 1000).exp()
+        can.append(can_copy())
+        print(can, torch.get_num_threads())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800).stdout
+    assert out == f"[{MAY_COPY}, {MAY_COPY}, False] 2\n"
 
 
 def test_signals_act_after_what_is_to_run_undisturbed() -> None:

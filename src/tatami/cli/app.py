@@ -12,7 +12,6 @@ from tatami.cli.bench import bench
 from tatami.cli.bench_allreduce import ALLREDUCE_EPILOG, bench_allreduce
 from tatami.cli.group import Commands
 from tatami.cli.lab import lab
-from tatami.cli.own_process import own_process
 from tatami.cli.server import server
 from tatami.cli.simulate import simulate
 from tatami.cli.simulate_allreduce import ALLREDUCE_EPILOG as SIMULATE_ALLREDUCE_EPILOG
@@ -66,5 +65,4 @@ def _common(
 
 def main() -> None:
     """Run the command line, and end the process with its exit code."""
-    own_process.claimed = True
     app(prog_name="tatami")

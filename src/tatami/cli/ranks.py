@@ -7,11 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import typer
 
-from tatami.cli.own_process import own_process
 from tatami.cli.terminal import environment_of_ranks, is_terminal, tell
 from tatami.clock import SystemClock
 from tatami.comm import BACKENDS, AbstractCommunicator, init, launch, run_threads
@@ -80,11 +80,18 @@ def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, back
 
 
 def start_ranks(command: Sequence[str], *, ranks: int, hosts: str | None = None) -> int:
-    """Return the exit code of `launch.run`, whose ranks may be copies of this process where it is the command's own."""
-    if own_process.claimed and hosts is None and ranks > len(os.sched_getaffinity(0)):
+    """Return the exit code of `launch.run`, whose ranks may be copies of this process where `tatami` is all that it runs."""
+    copies = hosts is None and _is_command()
+    if copies and ranks > len(os.sched_getaffinity(0)):
         for name in _SLOW_TO_LOAD:  # once, in place of on each rank, where ranks would wait for each other's loading
             importlib.import_module(name)
-    return launch.run(command, ranks=ranks, hosts=None if hosts is None else hosts.split(","), copies=own_process.claimed)
+    return launch.run(command, ranks=ranks, hosts=None if hosts is None else hosts.split(","), copies=copies)
+
+
+def _is_command() -> bool:
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    return name == "tatami.__main__" or Path(getattr(main, "__file__", None) or "").name == "tatami"
 
 
 def num_started() -> int | None:

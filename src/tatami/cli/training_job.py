@@ -16,6 +16,7 @@ from tatami.cli.tasks import Task, check_choice, task_of
 from tatami.cli.train_job import TrainJob
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.cluster.cores import memory_here
+from tatami.comm.forked import copyable
 from tatami.errors import InputError, MissingExtraError
 from tatami.outputs import check_folder, check_output
 from tatami.report import blank, check_path
@@ -77,6 +78,7 @@ class Prepared:
         return "even" if self.job.method == DRPM else self.job.method
 
 
+@copyable()
 def prepare(job: TrainJob) -> Prepared:
     """Check the job, read its data and build its network. Writes and starts nothing.
 

@@ -13,9 +13,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import final
+
+import torch
 
 from tatami.comm.program import run_program
 from tatami.comm.signals import ENDING, end_with_parent
@@ -24,18 +26,42 @@ _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Where there are drivers of GPUs: NVIDIA's, that of Windows below Linux, and AMD's."""
 
 
+def _threads() -> frozenset[str]:
+    return frozenset(os.listdir("/proc/self/task")) if sys.platform == "linux" else frozenset()
+
+
+_harmless = set(_threads())
+"""Those that numpy's BLAS has started while it was loaded, and those that torch starts when it is given a number of threads:
+both see to them where a process is copied."""
+
+
 def can_copy() -> bool:
     """Whether a copy of this process is as good as a new one: it has no threads, and no connection to MPI or to a GPU.
 
-    On a host with GPUs it is not: to ask torch whether there are any, as several of its modules do while they are loaded,
+    A copy has the one thread that made it. Where torch has computed on several, OpenMP would wait in it for the others.
+    On a host with GPUs no copy is made: to ask torch whether there are any, as several of its modules do while they are loaded,
     connects a process to them, and no copy of it could compute there.
     """
     return (
         sys.platform == "linux"
         and threading.active_count() == 1
+        and _threads() <= _harmless
         and "mpi4py.MPI" not in sys.modules
         and not any(map(os.path.exists, _GPUS))
     )
+
+
+@contextmanager
+def copyable() -> Iterator[None]:
+    """Inside of this torch computes on one thread, so that this process can be copied afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        threads = _threads()
+        torch.set_num_threads(before)
+        _harmless.update(_threads() - threads)
 
 
 @final
@@ -81,7 +107,7 @@ def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, 
     gc.freeze()  # collections of garbage in the copy would otherwise write to all of the memory that it shares
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the threads of BLAS, which sees to itself where a process forks
+        warnings.simplefilter("ignore", DeprecationWarning)  # it is about the threads of BLAS
         pid = os.fork()
     if pid != 0:
         return Copy(pid)
