@@ -80,7 +80,10 @@ class Copy:
     def poll(self) -> int | None:
         """Look whether it has ended; returns `returncode`."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # this process ignores SIGCHLD, and the system keeps no exit codes
+                pid, status = self.pid, 0
             if pid != 0:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -106,9 +109,15 @@ def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, 
     _flush()
     gc.freeze()  # collections of garbage in the copy would otherwise write to all of the memory that it shares
     parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it is about the threads of BLAS
-        pid = os.fork()
+    # The handlers of this process would take signals of the copy for its own, until the copy has forgotten them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it is about the threads of BLAS
+            pid = os.fork()
+    finally:
+        if os.getpid() == parent:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if pid != 0:
         return Copy(pid)
     try:
@@ -117,6 +126,7 @@ def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, 
             os._exit(1)
         _take_files(stdin, stdout, pass_fds)
         _forget_the_launcher(environ, words)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         with suppress(SystemExit):  # of code 0: any other has ended the process
             run_program(words)
         # As Python ends: threads are waited for, then `atexit` and what C libraries have registered.
@@ -151,9 +161,8 @@ def _take_files(stdin: int, stdout: int, pass_fds: Collection[int]) -> None:
 def _forget_the_launcher(environ: Mapping[str, str], words: Sequence[str]) -> None:
     """What a new Python would not have: the launcher's signal handlers, hooks, and draws."""
     for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if callable(signal.getsignal(number)):  # not of one that is ignored, as SIGHUP is under nohup
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.excepthook = sys.__excepthook__
     os.environ.clear()
     os.environ.update(environ)
