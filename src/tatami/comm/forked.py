@@ -27,7 +27,11 @@ _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def _threads() -> frozenset[str]:
-    return frozenset(os.listdir("/proc/self/task")) if sys.platform == "linux" else frozenset()
+    """Those of this process; none where the system does not say so, as only Linux does."""
+    try:
+        return frozenset(os.listdir("/proc/self/task"))
+    except OSError:
+        return frozenset()
 
 
 _harmless = set(_threads())
@@ -42,10 +46,11 @@ def can_copy() -> bool:
     On a host with GPUs no copy is made: to ask torch whether there are any, as several of its modules do while they are loaded,
     connects a process to them, and no copy of it could compute there.
     """
+    threads = _threads()
     return (
-        sys.platform == "linux"
+        bool(threads)
+        and threads <= _harmless
         and threading.active_count() == 1
-        and _threads() <= _harmless
         and "mpi4py.MPI" not in sys.modules
         and not any(map(os.path.exists, _GPUS))
     )
