@@ -433,7 +433,7 @@ def test_copies_of_the_command_are_ranks_as_new_processes_are(tmp_path: Path) ->
         "facts = dict(argv=sys.argv[1:], name=__name__, path=sys.path[0], stdin=sys.stdin.read(), main=sys.argv[0])\n"
         "files = map('/proc/self/fd/{}'.format, os.listdir('/proc/self/fd'))\n"
         "facts['sockets'] = sum(os.readlink(each).startswith('socket') for each in files if os.path.exists(each))\n"
-        "facts['signals'] = [signal.getsignal(each) is signal.SIG_DFL for each in (signal.SIGTERM, signal.SIGHUP)]\n"
+        "facts['signals'] = [int(signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGHUP)]\n"
         "facts['blocked'] = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
         "facts['draws'] = [random.random(), numpy.random.random()]\n"
         "facts['is copy'] = 'tatami.cli.app' in sys.modules\n"
@@ -443,14 +443,22 @@ def test_copies_of_the_command_are_ranks_as_new_processes_are(tmp_path: Path) ->
     )
     command = [sys.executable, "-m", "tatami", "run", "-n", "2"]
     for how in (["script.py"], ["-m", "script"]):
-        subprocess.run([*command, *how, how[0], "--flag"], cwd=tmp_path, input="in", text=True, check=True, timeout=800)
+        subprocess.run(
+            [*command, *how, how[0], "--flag"],
+            cwd=tmp_path,
+            input="in",
+            text=True,
+            check=True,
+            timeout=800,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # as nohup does
+        )
         first, second = (json.loads((tmp_path / f"{how[0]}-{rank}").read_text()) for rank in range(2))
         assert first["argv"] == second["argv"] == [how[0], "--flag"]
         assert first["name"] == "__main__"
         assert first["path"] == str(tmp_path)
         assert Path(first["main"]).name == "script.py"
         assert (first["stdin"], second["stdin"]) == ("in", "")
-        assert first["signals"] == [True, True]
+        assert first["signals"] == [signal.SIG_DFL, signal.SIG_IGN]
         assert first["blocked"] == 0
         assert len(set(first["draws"] + second["draws"])) == 4
         assert first["thread"] == "waited for"
