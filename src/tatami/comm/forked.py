@@ -23,11 +23,11 @@ from tatami.comm.program import run_program
 from tatami.comm.signals import ENDING, end_with_parent
 
 _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Where there are drivers of GPUs: NVIDIA's, that of Windows below Linux, and AMD's."""
+"""Files that drivers of GPUs make: NVIDIA's, that of Windows below Linux, and AMD's."""
 
 
 def _threads() -> frozenset[str]:
-    """Those of this process; none where the system does not say so, as only Linux does."""
+    """The threads of this process; none where the system does not say so, as only Linux does."""
     try:
         return frozenset(os.listdir("/proc/self/task"))
     except OSError:
@@ -35,8 +35,8 @@ def _threads() -> frozenset[str]:
 
 
 _harmless = set(_threads())
-"""Those that numpy's BLAS has started while it was loaded, and those that torch starts when it is given a number of threads:
-both see to them where a process is copied."""
+"""Threads that numpy's BLAS has started while it was loaded, and that torch starts when it is given a number of threads: both see
+to them where a process is copied."""
 
 
 def can_copy() -> bool:
@@ -164,7 +164,7 @@ def _take_files(stdin: int, stdout: int, pass_fds: Collection[int]) -> None:
 
 
 def _forget_the_launcher(environ: Mapping[str, str], words: Sequence[str]) -> None:
-    """What a new Python would not have: the launcher's signal handlers, hooks, and draws."""
+    """Drop what a new Python would not have: the launcher's signal handlers, hooks, and draws."""
     for number in ENDING:
         if callable(signal.getsignal(number)):  # not of one that is ignored, as SIGHUP is under nohup
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
