@@ -35,8 +35,8 @@ def _threads() -> frozenset[str]:
 
 
 _harmless = set(_threads())
-"""Threads that numpy's BLAS has started while it was loaded, and that torch starts when it is given a number of threads: both see
-to them where a process is copied."""
+"""Threads that numpy's BLAS has started while it was loaded, and that torch starts when it is given a number of threads:
+both see to them where a process is copied."""
 
 
 def can_copy() -> bool:
