@@ -1,7 +1,7 @@
 """The Python program of one rank, whose failure ends all ranks.
 
-`tatami run` starts Python scripts so. It covers what the hooks of `tatami.init` cannot: an exception before `init`,
-and an exit with a code other than 0. After either the other ranks would wait in vain.
+`tatami run` starts Python scripts by this module. It covers what the hooks of `tatami.init` cannot: an exception before
+`init`, and an exit with a code other than 0. After either, the other ranks would wait for this one until their timeout.
 """
 
 from __future__ import annotations

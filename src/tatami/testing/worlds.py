@@ -168,10 +168,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Ranks leave together: one that ends with a failure ends all, and rank 0 has still to report, also for others alone."""
     if (kind := config.getoption("world")) != "threads":
         everyone = _everyone(kind)
-        told = everyone.allgather_object(config.stash[_FAILED])
+        failed_on = everyone.allgather_object(config.stash[_FAILED])
         if everyone.rank == 0:
-            for rank, failed in enumerate(told):
-                for test in [each for each in failed if each not in told[0]]:
+            for rank, failed in enumerate(failed_on):
+                for test in [each for each in failed if each not in failed_on[0]]:
                     print(f"{test} failed on rank {rank} of {everyone.size} and not on rank 0:\n{failed[test]}")
             config.get_terminal_writer().flush()
             sys.stdout.flush()
