@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from elsewhere import of_ranks
-from rehearsal.goals import errors_against_goals
+from rehearsal.goals import errors_against_goals, inside_expected_range
 from rehearsal.heldout import BEDS, HeldOutBed
 from tatami.bench.interleaved import machine
 from tatami.cluster import Cluster, read_cluster
@@ -36,6 +36,7 @@ from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.tiling import TilingJob, rehearse
 from tatami.tiling import AlphaBetaCost, Layout
+from tatami.tiling.expected_range import expected_range_s
 from tatami.workload import as_probed, net_workload
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,7 +74,8 @@ def judged(lab: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
     ]
     for each, layout, run in zip(lab["tilings"], layouts, runs.map(rehearse, jobs), strict=True):
         measured_s = median(each["rounds_s"])
-        planned_s = AlphaBetaCost().price(layout, cluster=cluster, workload=workload).total
+        planned = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
+        processors = [cluster.by_name[name] for name in layout.processors]
         yield {
             "what": "held-out tiling",
             "bed": bed["name"],
@@ -82,8 +84,9 @@ def judged(lab: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
             "replicas": [len(replica.processors) for replica in layout.replicas],
             "measured_s": measured_s,
             "spread": (max(each["rounds_s"]) - min(each["rounds_s"])) / measured_s,
-            "planned_s": planned_s,
-            "planned_error": planned_s / measured_s - 1,
+            "planned_s": planned.total,
+            "planned_error": planned.total / measured_s - 1,
+            "range_s": expected_range_s(planned.total, compute_s=planned.compute, processors=processors),
             "simulated_s": run.iteration_s[-1],
             "simulated_error": run.iteration_s[-1] / measured_s - 1,
         }
@@ -94,6 +97,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for way in ("planned", "simulated"):
         errors = [each[f"{way}_error"] for each in records]
         yield {"what": f"errors of {way} times", "tilings": len(errors), **errors_against_goals(errors)}
+    yield {**inside_expected_range(records), "tilings": len(records)}
 
 
 def main() -> None:
@@ -122,7 +126,8 @@ def main() -> None:
 
 def _told(record: Mapping[str, Any]) -> str:
     if "got" in record:
-        got = ", ".join(f"{name} {100 * value:.1f} %" for name, value in record["got"].items())
+        shares = record["got"] if isinstance(record["got"], dict) else {"share": record["got"]}
+        got = ", ".join(f"{name} {100 * value:.1f} %" for name, value in shares.items())
         return f"{record['what']}: {got} of {record['tilings']} tilings; {'holds' if record['holds'] else 'does not hold'}"
     replicas = "+".join(map(str, record["replicas"]))
     return (

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from elsewhere import of_ranks
+from rehearsal.goals import inside_expected_range
 from tatami.bench.interleaved import machine
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Link, Processor
@@ -120,6 +121,7 @@ def rank(bandwidth: float, layouts: int, found: Path) -> None:
                 "spread": (max(blocks_s) - min(blocks_s)) / measured_s,
                 "in_flight": plan.in_flight,
                 "planned_s": plan.iteration_s,
+                "range_s": plan.range_s,
                 "error": plan.iteration_s / measured_s - 1,
             }
         )
@@ -160,7 +162,8 @@ def main(arguments: Sequence[str]) -> None:
     command = f"python benchmarks/heldout_stages.py --layouts {options.layouts}"
     if options.paced:
         command += f" --paced {options.paced:g} --dilate {options.dilate:g}"
-    lines = [{"command": command, "machine": machine()}, *records, {**summary, "holds": summary["median"] <= ASKED}]
+    judged = {**summary, "holds": summary["median"] <= ASKED}
+    lines = [{"command": command, "machine": machine()}, *records, judged, inside_expected_range(records)]
     options.out.write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
     for each in lines:
         print(json.dumps(each))

@@ -15,6 +15,9 @@ Squares are summed around the mean of each rank. What ranks tell each other are 
 of single precision however far from zero the mean is. Values in double precision would lose digits in which mean and values
 agree; of those each rank tells its own mean and squares, and all put them together (Chan, Golub, LeVeque: Algorithms for
 computing the sample variance, 1983, equation 2.1).
+
+What is computed of the sums, a few numbers for each channel, is computed by numpy in host memory. Between two layers a call of
+torch takes 5 to 10 us, however little it does, and there were 40 of them in a layer.
 """
 
 from __future__ import annotations
@@ -25,17 +28,20 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tatami.comm.short_sum import ShortSum
+from tatami.comm.short_sum import ShortSum, Vector
 from tatami.errors import CommError, CommTimeoutError, InputError
 
 HALVES = (torch.float16, torch.bfloat16)
 _PART_ELEMENTS = 1 << 20
 _FEW_ELEMENTS = 1 << 19
 """Up to so many values torch's own layer is faster, in all."""
+Array = NDArray[np.floating[Any]]
 _backward = torch.ops.aten.native_batch_norm_backward
 """In its form for evaluation it takes the sums over the values here, whatever mean and variance it is given."""
 
@@ -66,7 +72,7 @@ class SharedBatch:
     gives: bool = True
     replica: int | None = 0
     replicas: int = 1
-    positions: torch.Tensor | None = None
+    positions: NDArray[np.int64] | None = None
     channels: int
     loss_weight: float = 1.0
     again: bool = True
@@ -74,27 +80,28 @@ class SharedBatch:
 
     def summed(self, table: torch.Tensor, *, what: str) -> torch.Tensor:
         """The sum over the replicas: (lines, channels_here) of this rank to (lines, channels_here), in double precision."""
-        lines = table.shape[0]
         if self.sums is None:
             return table.double() if self.counts else torch.zeros_like(table, dtype=torch.float64)
-        room = self.sums.room(lines * self.channels, device=table.device).view(lines, self.channels)
-        self.write(room, table)
-        return self.read(self.run(what).view(lines, self.channels), table.device)
+        lines = len(table)
+        self.write(self.sums.room(lines * self.channels).reshape(lines, self.channels), *on_host(table)[0])
+        return torch.from_numpy(self.read(self.run(what).reshape(lines, self.channels)).copy()).to(table.device)
 
-    def write(self, room: torch.Tensor, table: torch.Tensor) -> None:
-        """(lines, channels_here) where they belong in (lines, channels), and zeros where this rank has nothing to tell."""
+    def write(self, room: Vector, *own: Array) -> None:
+        """Lines of (channels_here,) where they belong in (lines, channels), and zeros where this rank has nothing to tell."""
         if self.positions is None and self.gives and self.counts:
-            room.copy_(table)
+            for line, each in zip(room, own, strict=True):
+                line[:] = each
             return
-        room.zero_()
+        room[:] = 0.0
         if self.counts and self.positions is not None:
-            room[:, self.positions] = table.double().to(room.device)
+            for line, each in zip(room, own, strict=True):
+                line[self.positions] = each
 
-    def read(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """(lines, channels) to (lines, channels_here) on this rank's device."""
-        return (table if self.positions is None else table[:, self.positions]).to(device)
+    def read(self, table: Vector) -> Vector:
+        """(lines, channels) to (lines, channels_here)."""
+        return table if self.positions is None else table[:, self.positions]
 
-    def run(self, what: str) -> torch.Tensor:
+    def run(self, what: str) -> Vector:
         assert self.sums is not None
         if self.waits is not None:
             self.waits(True)
@@ -177,11 +184,12 @@ def run_layer(layer: _BatchNorm, x: torch.Tensor, *, batch: Callable[[], SharedB
 
 
 class _Statistics(NamedTuple):
-    """Statistics of each channel here, over all ranks, in the precision of the computation."""
+    """Statistics of each channel here, over all ranks: in the precision of the computation, and the variance in host memory."""
 
     mean: torch.Tensor
     variance: torch.Tensor
     total: float
+    host_variance: Array | None = None
 
 
 class _Normalize(torch.autograd.Function):
@@ -207,14 +215,15 @@ class _Normalize(torch.autograd.Function):
         ctx.facts = found, settings.eps, batch
         if not x.numel():
             return x.clone()
-        mean, variance, _ = found
+        mean, variance = found.mean, found.variance
         output: torch.Tensor = torch.native_batch_norm(values, scale, shift, mean, variance, False, 0.0, settings.eps)[0]
         return output.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        (mean, variance, total), eps, batch = ctx.facts
+        found, eps, batch = ctx.facts
+        mean, variance, total, _ = found
         is_wanted = ctx.needs_input_grad
         if torch.is_grad_enabled():  # a gradient of this gradient may be asked for
             if not batch.again and batch.sums is not None:
@@ -223,40 +232,56 @@ class _Normalize(torch.autograd.Function):
                     "create_graph out, or use another norm"
                 )
             inputs = [each for each, wanted in zip((x, weight, bias), is_wanted, strict=False) if wanted]
-            output = _composed(x, weight, bias, found=_Statistics(mean, variance, total), eps=eps, batch=batch)
+            output = _composed(x, weight, bias, found=found, eps=eps, batch=batch)
             grads = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
             return (*(next(grads) if wanted else None for wanted in is_wanted[:3]), None, None)
         values, given = (each.float() if each.dtype in HALVES else each for each in (x, grad))
         if batch.sums is None and batch.counts and x.numel():  # all values are here: torch's own is faster
             scale = None if weight is None else weight.to(values.dtype)
             saved = mean, torch.rsqrt(variance + eps)
-            found = _backward(given, values, scale, None, None, *saved, True, eps, list(is_wanted[:3]))
-            pairs = zip(found, (x, weight, bias), strict=True)
+            results = _backward(given, values, scale, None, None, *saved, True, eps, list(is_wanted[:3]))
+            pairs = zip(results, (x, weight, bias), strict=True)
             return (*(None if of is None or like is None else of.to(like.dtype) for of, like in pairs), None, None)
-        wide = _axes(values)[1]
-        inverse = torch.rsqrt(variance + eps)
+        host_variance = on_host(variance)[0] if found.host_variance is None else found.host_variance
+        inverse = 1 / np.sqrt(host_variance + eps)
         if x.numel():
             # Kernels of the CPU take mean and variance as running statistics, those of CUDA as what the forward pass has saved;
             # and those want a weight, which these two gradients do not depend on.
-            known = torch.ones_like(mean), mean, variance, mean, inverse
+            known = mean, mean, variance, mean, _like(mean, inverse)
             _, of_weight, of_bias = _backward(given, values, *known, False, eps, [False, True, True])
         else:
             of_weight = of_bias = torch.zeros_like(mean)
         own = [None if each is None else of.to(each.dtype) for each, of in ((weight, of_weight), (bias, of_bias))]
         if not is_wanted[0]:
             return None, *own, None, None
-        share = batch.loss_weight
-        table = batch.summed(torch.stack((of_bias, of_weight)).mul_(share), what="backward pass")
-        if not batch.counts or not share:
+        share, sums = batch.loss_weight, [each.astype(np.float64) for each in on_host(of_bias, of_weight)]
+        if batch.sums is not None:
+            room = batch.sums.room(2 * batch.channels).reshape(2, batch.channels)
+            batch.write(room, *(share * each for each in sums))
+            sums = [each / share if share else each for each in batch.read(batch.run("backward pass").reshape(2, -1))]
+        if not batch.counts or not share or not x.numel():
             return torch.zeros_like(x), *own, None, None
-        scale = inverse if weight is None else inverse * weight
-        level, slope = (table / (total * share)).to(mean.dtype).mul_(scale)
-        mean, scale, slope, level = (each.view(wide) for each in (mean, scale, slope.mul_(inverse), level))
+        factor = inverse if weight is None else inverse * on_host(weight)[0]
+        level, slope = sums[0] * factor / -total, sums[1] * factor * inverse / -total
+        wide = _axes(values)[1]
+        around, scale, less, bend = (
+            each.view(wide) for each in (mean, *(_like(mean, each) for each in (factor, level, slope)))
+        )
         whole = torch.empty_like(values)
-        for room, part, gradient, result in _parts(values, given, whole):
-            centered = torch.sub(part, mean, out=room)
-            torch.mul(gradient, scale, out=result).addcmul_(centered, slope, value=-1).sub_(level)
+        for part, gradient, result in _parts(values, given, whole):
+            centered = torch.sub(part, around, out=result)
+            torch.addcmul(less, centered, bend, out=result).addcmul_(gradient, scale)
         return whole.to(x.dtype), *own, None, None
+
+
+def on_host(*tensors: torch.Tensor) -> list[Array]:
+    """The values of tensors; on a CPU in the same memory, but for half precision."""
+    return [(each.float() if each.dtype in HALVES else each).detach().cpu().numpy() for each in tensors]
+
+
+def _like(tensor: torch.Tensor, values: Array) -> torch.Tensor:
+    """Values in the precision of `tensor`, where it is."""
+    return torch.from_numpy(values).to(tensor)
 
 
 def _axes(values: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:
@@ -265,67 +290,65 @@ def _axes(values: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:
 
 
 def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors (values_here, channels_here, ...), one after the other, that a processor's cache can hold.
-
-    Before each is memory of its size, which is the same for all of them.
-    """
+    """Views of tensors (values_here, channels_here, ...), one after the other, that a processor's cache can hold."""
     first = tensors[0]
     if first.numel() <= _PART_ELEMENTS:
-        yield torch.empty_like(first), *tensors
+        yield tensors
         return
-    parts = [torch.split(each, max(1, _PART_ELEMENTS // first[:1].numel())) for each in tensors]
-    room = torch.empty_like(parts[0][0])
-    for views in zip(*parts, strict=True):
-        yield room[: len(views[0])], *views
+    yield from zip(*(torch.split(each, max(1, _PART_ELEMENTS // first[:1].numel())) for each in tensors), strict=True)
 
 
 def _statistics(values: torch.Tensor, batch: SharedBatch) -> _Statistics:
     count = math.prod(values.shape[:1] + values.shape[2:]) if batch.counts else 0
     over, wide = _axes(values)
     if count:
-        mean = values.sum(over).div_(count)
+        mean = values.mean(over)
         around = mean.view(wide)
-        squares = reduce(torch.add, (torch.sub(part, around, out=room).square_().sum(over) for room, part in _parts(values)))
+        squares = reduce(torch.add, (torch.sub(part, around).square_().sum(over) for (part,) in _parts(values)))
     else:
         mean = squares = values.new_zeros(values.shape[1])
     if batch.sums is None:
         _check(count, batch)
         return _Statistics(mean, squares.div_(count) if count else squares, count)
-    dtype, channels = values.dtype, batch.channels
-    if dtype is torch.float64:
-        return _put_together(mean, squares, count, batch)
-    # Exactly `count` times the mean that the squares are around: of the sum itself, rounded, the variance would lose digits.
-    room = batch.sums.room(1 + 2 * channels, device=values.device)
+    host_mean, host_squares = on_host(mean, squares)
+    if values.dtype is torch.float64:
+        whole, variance, total = _put_together(host_mean, host_squares, count, batch)
+    else:
+        whole, variance, total = _added_up(host_mean.astype(np.float64), host_squares, count, batch)
+    return _Statistics(_like(mean, whole), _like(mean, variance), total, variance)
+
+
+def _added_up(mean: Vector, squares: Array, count: int, batch: SharedBatch) -> tuple[Vector, Vector, float]:
+    """Mean and variance of each channel, and the number of values, from the sums of values and squares over the replicas."""
+    assert batch.sums is not None
+    room = batch.sums.room(1 + 2 * batch.channels)
     room[0] = count if batch.gives else 0
-    own = torch.stack((mean, squares)).double()
-    own[0].mul_(count)
-    if count:
-        own[1].addcmul_(own[0], own[0], value=1 / count)
-    batch.write(room[1:].view(2, channels), own)
+    # Exactly `count` times the mean that the squares are around: of the sum itself, rounded, the variance would lose digits.
+    sums = mean * count
+    batch.write(room[1:].reshape(2, -1), sums, squares + sums * mean)
     table = batch.run("forward pass")
     total = float(table[0])
     _check(total, batch)
-    both = batch.read(table[1:].view(2, channels), mean.device) / max(total, 1.0)
-    both[1].addcmul_(both[0], both[0], value=-1).clamp_(min=0.0)
-    mean, variance = both.to(dtype)
-    return _Statistics(mean, variance, total)
+    mean, squares = batch.read(table[1:].reshape(2, -1)) / max(total, 1.0)
+    return mean, np.maximum(squares - mean * mean, 0.0), total
 
 
-def _put_together(mean: torch.Tensor, squares: torch.Tensor, count: int, batch: SharedBatch) -> _Statistics:
-    """Combines the statistics of the replicas, given in double precision as a table."""
+def _put_together(mean: Array, squares: Array, count: int, batch: SharedBatch) -> tuple[Vector, Vector, float]:
+    """As `_added_up`, from the mean and the squares of each replica, where those have double precision as well."""
     assert batch.sums is not None
     shape = batch.replicas, 1 + 2 * batch.channels
-    room = batch.sums.room(math.prod(shape), device=mean.device).view(shape).zero_()
+    room = batch.sums.room(math.prod(shape)).reshape(shape)
+    room[:] = 0.0
     if count and batch.replica is not None:
         room[batch.replica, 0] = count if batch.gives else 0
-        batch.write(room[batch.replica, 1:].view(2, -1), torch.stack((mean, squares)))
-    table = batch.run("forward pass").view(shape)
-    total = float(table[:, 0].sum())
+        batch.write(room[batch.replica, 1:].reshape(2, -1), mean, squares)
+    table = batch.run("forward pass").reshape(shape)
+    counts = table[:, :1]
+    total = float(counts.sum())
     _check(total, batch)
-    counts = table[:, :1].to(mean.device)
-    means, spreads = (batch.read(each, mean.device) for each in torch.split(table[:, 1:], batch.channels, dim=1))
+    means, spreads = (batch.read(each) for each in np.split(table[:, 1:], 2, axis=1))
     whole = (counts * means).sum(0) / max(total, 1.0)
-    return _Statistics(whole, (spreads + counts * (means - whole).square_()).sum(0) / max(total, 1.0), total)
+    return whole, (spreads + counts * (means - whole) ** 2).sum(0) / max(total, 1.0), total
 
 
 def _check(total: float, batch: SharedBatch) -> None:

@@ -11,7 +11,7 @@ from heldout import summary
 from rehearsal import rank
 from rehearsal.calibrated import Calibrated, calibrated
 from rehearsal.fitting_tiles import TimedTile, flop_of
-from rehearsal.goals import ASKED
+from rehearsal.goals import ASKED, inside_expected_range
 from rehearsal.heldout import BEDS, bed_from_dict, drawn_layouts, found_by
 from rehearsal.rank import LabProbe
 from rehearsal.server import ServerJob, setup_of
@@ -178,8 +178,11 @@ def test_there_are_enough_and_they_differ() -> None:
 
 def test_the_goals_are_of_the_median_and_the_95th_percentile() -> None:
     errors = [0.01] * 58 + [0.4] * 2
-    records = [{"planned_error": error, "simulated_error": -2 * error} for error in errors]
-    planned, simulated = summary(records)
+    records = [
+        {"planned_error": error, "simulated_error": -2 * error, "measured_s": 1.0, "range_s": (0.9 * (1 + error), 2.0)}
+        for error in errors
+    ]
+    planned, simulated, inside = summary(records)
     assert planned["got"] == {
         name: pytest.approx(value) for name, value in (*((each, 0.01) for each in ASKED), ("largest", 0.4))
     }
@@ -187,6 +190,9 @@ def test_the_goals_are_of_the_median_and_the_95th_percentile() -> None:
     assert simulated["got"]["median"] == pytest.approx(0.02)
     assert simulated["got"]["largest"] == pytest.approx(0.8)
     assert set(ASKED) < set(simulated["got"])
+    assert inside["got"] == pytest.approx(58 / 60)
+    assert inside["holds"]
+    assert not inside_expected_range([*records[:8], *records[-2:]])["holds"]
 
 
 @pytest.mark.ranks(2)

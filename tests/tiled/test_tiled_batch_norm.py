@@ -13,7 +13,7 @@ from torch import nn
 
 from tatami.batch_statistics import NormSettings, SharedBatch, normalize
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.short_sum import ShortSum
+from tatami.comm.short_sum import ShortSum, Vector
 from tatami.errors import CommError, InputError
 from tatami.testing.worlds import World
 from tatami.train import TiledModel, find_blocks, tile, whole_state_dict, workload_of
@@ -174,7 +174,7 @@ def test_one_sum_for_each_layer_and_direction(world: World, monkeypatch: pytest.
     ran: Counter[int] = Counter()
     run = ShortSum.run
 
-    def counted(self: ShortSum, label: str) -> torch.Tensor:
+    def counted(self: ShortSum, label: str) -> Vector:
         ran[id(self)] += 1
         return run(self, label)
 

@@ -157,7 +157,7 @@ def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict
         "t_comm": plan.t_comm,
         "predicted_s": plan.predicted_s,
         "predicted": asdict(plan.predicted),
-        "range_s": list(plan.range_s) if plan.range_s is not None else None,
+        "range_s": plan.range_s,
         "bound_s": plan.bound_s,
         "gap": plan.gap,
         "volume_bytes": plan.volume_bytes,
@@ -195,6 +195,7 @@ def staged_record(plan: StagedPlan, *, found: PlanComparison, machines: Cluster)
         "micro_batches": list({rank.replica: rank.micro_batches for rank in plan.ranks}.values()),
         "recomputes": list(plan.recomputes),
         "predicted_s": plan.iteration_s,
+        "range_s": plan.range_s,
         "parts_s": dict(plan.parts_s),
         "against_weighted": weighted.predicted_s / plan.iteration_s if weighted else None,
         "against_alone": alone.predicted_s / plan.iteration_s if alone else None,
@@ -214,7 +215,7 @@ def alone_record(alone: Plan) -> dict[str, Any]:
         "micro_batches": [replica.micro_batches],
         "predicted_s": alone.predicted_s,
         "predicted": asdict(alone.predicted),
-        "range_s": list(alone.range_s) if alone.range_s is not None else None,
+        "range_s": alone.range_s,
         "memory_bytes": dict(alone.memory_bytes),
     }
 

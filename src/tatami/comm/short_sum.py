@@ -1,12 +1,13 @@
 """Sums of short vectors over ranks, many in an iteration and each waited for: their calls are what they cost, not their bytes.
 
     sums = ShortSum(comm)
-    sums.room(65).copy_(mine)         # this rank's vector is written where the other ranks will read it
+    sums.room(65)[:] = mine           # this rank's vector is written where the other ranks will read it
     total = sums.run("norm1")         # (65,) the same bits on every rank
 
 Ranks of one host that share memory write their vectors into a window, meet once, and add up all vectors in the order of the
 ranks: 11 us of CPU time for 65 or 1025 numbers on two ranks, where MPI's all-reduce takes 24 and 48. Elsewhere messages carry
-the sum.
+the sum. Vectors are arrays of numpy in host memory, also where ranks compute on devices: a call of torch takes several times as
+long as one of numpy, and much longer between the operations of a network than in a loop of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import numpy as np
 import torch
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.transport import Transport
 from tatami.comm.window import AbstractSharedWindow
 from tatami.errors import CommError
 
@@ -30,6 +30,9 @@ _LABELS = 1 << 20
 """Labels are numbers below this, so that sums of their squares over thousands of ranks are exact in double precision."""
 _BESIDE = 2
 """Elements that travel with a vector: its label, and the square of its label where sums of both tell whether all are equal."""
+
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +46,10 @@ class _Slots:
         total: (size,) the sum alone, in the same memory.
     """
 
-    room: torch.Tensor
-    arrays: list[np.ndarray[Any, np.dtype[np.float64]]]
-    sum: np.ndarray[Any, np.dtype[np.float64]]
-    total: torch.Tensor
+    room: Vector
+    arrays: list[Vector]
+    sum: Vector
+    total: Vector
 
 
 class ShortSum:
@@ -69,30 +72,24 @@ class ShortSum:
         self._half = 0
         self._labels: dict[str, int] = {}
         self._slots: dict[tuple[int, int], _Slots] = {}
-        self._buffers: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
         self._given: torch.Tensor | _Slots | None = None
 
-    def room(self, size: int, *, device: torch.device | None = None) -> torch.Tensor:
-        """(size,) where this rank writes the vector that the next `run` sums; what was there before is of no meaning.
-
-        It is in host memory, whatever `device` the vector comes from, as that of ranks on CPUs is; on the device under NCCL.
-        """
-        on_device = device is not None and device.type != "cpu" and self._comm.transport is Transport.NCCL
-        if self._shares and not on_device:
-            key = self._half, size
-            slots = self._slots.get(key)
+    def room(self, size: int) -> Vector:
+        """(size,) where this rank writes the vector that the next `run` sums; what was there before is of no meaning."""
+        if self._shares:
+            slots = self._slots.get((self._half, size))
             if slots is None:
                 slots = self._cut(size)
             self._given = slots
             return slots.room
-        where = device if device is not None and on_device else torch.device("cpu")
-        buffer = self._buffers.get((size, where))
+        buffer = self._buffers.get(size)
         if buffer is None:
-            buffer = self._buffers[size, where] = torch.empty(size + _BESIDE, dtype=torch.float64, device=where)
+            buffer = self._buffers[size] = torch.empty(size + _BESIDE, dtype=torch.float64, device="cpu")
         self._given = buffer
-        return buffer[_BESIDE:]
+        return buffer.numpy()[_BESIDE:]
 
-    def run(self, label: str) -> torch.Tensor:
+    def run(self, label: str) -> Vector:
         """(size,) the sum of what all ranks wrote into their `room`; it holds until the next call of `room`.
 
         Args:
@@ -114,7 +111,7 @@ class ShortSum:
         both, squares = vector[:_BESIDE].tolist()
         if squares * self._comm.size != both * both:
             raise self._different(label, None)
-        return vector[_BESIDE:]
+        return vector.numpy()[_BESIDE:]
 
     def close(self) -> None:
         """Give the window back. Collective."""
@@ -124,7 +121,7 @@ class ShortSum:
             self._given, self._shares = None, False
             window.close()
 
-    def _through_memory(self, slots: _Slots, number: int, label: str) -> torch.Tensor:
+    def _through_memory(self, slots: _Slots, number: int, label: str) -> Vector:
         assert self._window is not None
         arrays = slots.arrays
         arrays[self._comm.rank][0] = number
@@ -151,15 +148,12 @@ class ShortSum:
             self._window = self._comm.shared_window(2 * self._capacity, torch.float64)
             self._half = 0
         assert self._window is not None
-        total = torch.empty(needed, dtype=torch.float64, device="cpu")
+        total = np.empty(needed)
         for half in (0, 1):
             start = half * self._capacity
-            parts = [self._window.of(rank)[start : start + needed] for rank in range(self._comm.size)]
+            parts = [self._window.of(rank).numpy()[start : start + needed] for rank in range(self._comm.size)]
             self._slots[half, size] = _Slots(
-                room=parts[self._comm.rank][_BESIDE:],
-                arrays=[part.numpy() for part in parts],
-                sum=total.numpy(),
-                total=total[_BESIDE:],
+                room=parts[self._comm.rank][_BESIDE:], arrays=parts, sum=total, total=total[_BESIDE:]
             )
         return self._slots[self._half, size]
 

@@ -32,6 +32,11 @@ class AbstractGradientSums(ABC):
     def shares_units(self) -> bool:
         """Whether ranks of a replica share the units of some layers."""
 
+    @property
+    def takes_early(self) -> bool:
+        """Whether `put` does anything in the pass that `begin` has begun."""
+        return False
+
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - not all have something to do here
         """A forward pass begins; `parameters` are trained.
 

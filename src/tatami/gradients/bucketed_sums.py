@@ -2,7 +2,7 @@
 
 In the first passes all ranks find out in which order gradients become ready. From then on buckets follow the order of rank 0,
 and each leaves when its last gradient is there. What comes in several parts (from a checkpoint with reentrant autograd) leaves
-at the end of the pass.
+at the end of the pass. On one host few small gradients all do: their bytes cost less than a call for each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
-from tatami.gradients.buckets import BucketSet
+from tatami.gradients.buckets import BucketSet, size_bytes_of
+from tatami.tiling.overlap import LEAST_BYTES
 
 _LEARNS = 2
 """Passes in which the order of gradients is learnt, and nothing leaves before the end."""
@@ -67,18 +68,23 @@ class BucketedSums(AbstractGradientSums):
         self._order: list[int] = []
         self._late = set[int]()
         self._learns = _LEARNS if learns else 0
+        self._are_small = False
+
+    @property
+    def takes_early(self) -> bool:
+        return not self._are_small
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._sets and self._current.has_begun:
             raise TrainingError(
                 f"the last backward pass on rank {self._comm.rank} was broken off, and the ranks no longer agree; end the run"
             )
-        if not self._sets or any(each not in self._index_of for each in parameters):
+        if not self._sets or not self._index_of.keys() >= set(parameters):
             self._lay(parameters)
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, weight: float, *, is_whole: bool) -> None:
         index = self._index_of.get(parameter)
-        if index is None:
+        if index is None or self._are_small:
             return
         if self._learns:
             if not is_whole:
@@ -101,9 +107,9 @@ class BucketedSums(AbstractGradientSums):
             self._check(parameters, gradients)
         current = self._current
         numbers = [self._index_of[parameter] for parameter in parameters]
-        for index, gradient in zip(numbers, gradients, strict=True):
-            if gradient is not None and not current.has(index):
-                current.put(index, gradient, scale=weight)
+        current.put_rest(
+            {index: each for index, each in zip(numbers, gradients, strict=True) if each is not None}, scale=weight
+        )
         current.begin_rest(samples)
         self._num_passes += 1
         due: BucketSet | None = current
@@ -111,7 +117,7 @@ class BucketedSums(AbstractGradientSums):
             due, self._under_way = self._under_way, current
         sums = self._taken(due, parameters, gradients)
         self.samples_of_ranks = [] if due is None else due.numbers()
-        if self._learns:
+        if self._learns and not self._are_small:
             self._learn()
         return sums
 
@@ -160,6 +166,7 @@ class BucketedSums(AbstractGradientSums):
         known = [*self._parameters, *(each for each in parameters if each not in self._index_of)]
         self.close()
         self._parameters = known
+        self._are_small = len(set(self._comm.hosts)) == 1 and size_bytes_of(known) < LEAST_BYTES
         self._index_of = {parameter: index for index, parameter in enumerate(known)}
         self._sets = [
             BucketSet(

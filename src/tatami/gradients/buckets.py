@@ -7,7 +7,7 @@ the gradients a bucket holds one more element for each: 1 where this rank has a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -30,7 +30,12 @@ def usual_bucket_bytes(comm: AbstractCommunicator, parameters: Sequence[torch.Te
     tuned = tuned_bucket_bytes(comm)
     if tuned is not None or len(set(comm.hosts)) == 1:
         return tuned or BUCKET_BYTES
-    return planned.usual_bucket_bytes(sum(each.numel() * each.element_size() for each in parameters))
+    return planned.usual_bucket_bytes(size_bytes_of(parameters))
+
+
+def size_bytes_of(parameters: Sequence[torch.Tensor]) -> int:
+    """Bytes of their gradients."""
+    return sum(each.numel() * each.element_size() for each in parameters)
 
 
 def check_wire(wire: torch.dtype | None) -> None:
@@ -141,6 +146,7 @@ class BucketSet:
                 self._vectors.append((layout, vector, sums, index))
         self._rank = comm.rank
         self._numbers = self._vectors[-1][1][layouts[-1].size :] if has_numbers and layouts else torch.empty(0)
+        self._own, self._digits = -1, self._numbers
         self._waits = len(layouts) - 1 if has_numbers else None
         self._missing = [len(layout.parameters) for layout, *_ in self._vectors]
         self._there: set[int] = set()
@@ -152,30 +158,47 @@ class BucketSet:
         """Whether any bucket is under way."""
         return bool(self._begun)
 
-    def has(self, index: int) -> bool:
-        """Whether the gradient of parameter `index` is there."""
-        return index in self._there
-
     def put(self, index: int, gradient: torch.Tensor, *, scale: float = 1.0) -> None:
         """This rank's gradient of parameter `index` is `scale` times this. Begins its bucket, and goes on with others."""
-        number, slot = self._slots[index]
+        slot = self._slots[index][1]
         if scale == 1.0:
             slot.copy_(gradient)
         else:
             torch.mul(gradient, scale, out=slot)
-        self._there.add(index)
-        self._missing[number] -= 1
+        self._put([index])
+
+    def _put(self, indices: Sequence[int]) -> None:
+        """Gradients of one bucket are in it."""
+        number = self._slots[indices[0]][0]
+        self._there.update(indices)
+        self._missing[number] -= len(indices)
         if not self._missing[number] and number != self._waits:
             self._begin(number)
         for sums in self._overlaps:
             sums.progress()
 
+    def put_rest(self, gradients: Mapping[int, torch.Tensor], *, scale: float) -> None:
+        """As `put`, of those of several parameters that are not there yet: a call for each takes longer than small ones do."""
+        for layout, vector, *_ in self._vectors:
+            rest = [index for index in layout.parameters if index in gradients and index not in self._there]
+            if vector.dtype is not layout.dtype:
+                for index in rest:
+                    self.put(index, gradients[index], scale=scale)  # rounded once
+            elif rest:
+                slots = [self._slots[index][1] for index in rest]
+                torch._foreach_copy_(slots, [gradients[index] for index in rest])
+                if scale != 1.0:
+                    torch._foreach_mul_([vector[: layout.starts[-1]]] if len(rest) == len(layout.parameters) else slots, scale)
+                self._put(rest)
+
     def begin_rest(self, own: int = 0) -> None:
         """Begin the buckets that have not left in this pass; `numbers` will have `own` of all ranks."""
-        self._numbers.zero_()
         if len(self._numbers):
-            start = SIZE_DIGITS * self._rank
-            self._numbers[start : start + SIZE_DIGITS] = torch.tensor(size_digits(own))
+            if own != self._own:
+                self._own, self._digits = own, torch.zeros_like(self._numbers)
+                start = SIZE_DIGITS * self._rank
+                self._digits[start : start + SIZE_DIGITS] = torch.tensor(size_digits(own))
+            self._numbers.copy_(self._digits)
         for number in range(len(self._vectors)):
             if number not in self._begun:
                 self._begin(number)
@@ -183,10 +206,11 @@ class BucketSet:
     def _begin(self, number: int) -> None:
         layout, vector, sums, index = self._vectors[number]
         used = vector[layout.starts[-1] : layout.size].fill_(1.0)
-        for place, parameter in enumerate(layout.parameters):
-            if parameter not in self._there:
-                self._slots[parameter][1].zero_()
-                used[place] = 0.0
+        if self._missing[number]:
+            for place, parameter in enumerate(layout.parameters):
+                if parameter not in self._there:
+                    self._slots[parameter][1].zero_()
+                    used[place] = 0.0
         sums.begin(index)
         self._begun.add(number)
 

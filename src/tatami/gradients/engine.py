@@ -11,7 +11,9 @@ the weight.
     loss.backward()
         the first gradient of an output arrives      _on_output    queues `_finish` at the end of autograd's outermost run
         a parameter's gradient is complete           _on_gradient  puts what `.grad` held aside, so that autograd leaves the
-                                                                   gradient of this pass alone in `.grad`
+                                                                   gradient of this pass alone in `.grad`; where gradients
+                                                                   are only looked at when the pass has ended, `_on_output`
+                                                                   does this for all at once (`_set_all_aside`)
         the pass ends                                _finish       weighs, sums over the owners, adds to what was put aside
 
 Who holds what, and how sums travel, is known to the `AbstractGradientSums` of the model (base.py): of a tiled model the owners
@@ -125,6 +127,7 @@ class GradientEngine:
         self._outermost = -1
         self._is_new = True
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._are_paused = False
         self._begun_at = 0
         self.in_parts = self.is_closed = self._is_left = False
         self._was_left = False
@@ -254,6 +257,7 @@ class GradientEngine:
             # Whether this pass goes to any parameter.
             if any(parameter.requires_grad and self._executes(parameter) for parameter in self.parameters):
                 self._queue()
+                self._set_all_aside()
         # The weights of this backward pass are those of `found`.
         if self._pass is not None and self._pass is not found and self._pass.weights != found.weights:
             raise InputError(
@@ -294,6 +298,23 @@ class GradientEngine:
             is_whole = parameter.grad is None and _internals._current_graph_task_id() == self._outermost
             self._sums.put(parameter, grad, found.weight, is_whole=is_whole)
         return None
+
+    def _set_all_aside(self) -> None:
+        """As `_on_gradient`, of all parameters, when a pass begins after which all gradients are summed together.
+
+        Hooks are not called in it. Thirty of them take as long as a tenth of the backward pass of a small GPT.
+        """
+        later = self.in_parts or self._defers or self._has_deferred
+        if later or self._sums is None or not self._sums.are_needed or self._sums.takes_early or torch.is_grad_enabled():
+            return
+        if not all(hooks.is_alone for hooks in self._hooks.values()):
+            return
+        self._is_new, self._are_paused = False, True
+        for hooks in self._hooks.values():
+            hooks.pause()
+        for parameter in self._trained():
+            self._before[parameter] = parameter.grad
+            parameter.grad = None
 
     def accumulated(self, parameter: nn.Parameter) -> tuple[torch.Tensor, float] | None:
         """The gradient of earlier micro-batches, to which the running one may add its own, and the factor that weighs it.
@@ -342,7 +363,7 @@ class GradientEngine:
 
     def _queue(self) -> None:
         token = _Token()
-        self._token = weakref.ref(token)
+        self._token = weakref.ref(token, functools.partial(_on_broken_pass, weakref.ref(self)))
         self._outermost = _internals._current_graph_task_id()
         finish = functools.partial(self._finish, token)
         # Once more, at the end: an engine inside of this one (of replicas that are tiled) finishes first.
@@ -362,11 +383,19 @@ class GradientEngine:
     def _end_pass(self) -> None:
         """Be ready for the next backward pass; where one was broken off, gradients are again what they were before it."""
         self._pass = self._token = None
-        self._is_new = True
+        self.resume_hooks()
         if not self.in_parts:
             for parameter, before in self._before.items():
                 parameter.grad = before
             self._before.clear()
+
+    def resume_hooks(self) -> None:
+        """Watch for the first gradient of a parameter in another pass."""
+        self._is_new = True
+        if self._are_paused:
+            self._are_paused = False
+            for hooks in self._hooks.values():
+                hooks.resume()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -461,7 +490,8 @@ class GradientEngine:
                     f"the gradient of {self._name(parameter)} is {grad.layout}, and ranks sum dense gradients only. Set "
                     "sparse=False"
                 )
-        own = [None if grad is None else grad.detach().contiguous() for grad in own]
+        own = [grad if grad is None or not grad.requires_grad else grad.detach() for grad in own]
+        own = [grad if grad is None or grad.is_contiguous() else grad.contiguous() for grad in own]
         if self._sums is None or not self._sums.are_needed:
             self._deliver(trained, [grad if grad is None or weight == 1.0 else grad * weight for grad in own])
             return
@@ -582,6 +612,12 @@ def _on_output(
     except TatamiError as error:
         announce(alive._comm, error)
         raise
+
+
+def _on_broken_pass(engine: weakref.ref[GradientEngine], _: object) -> None:
+    """Autograd has dropped the callback that ends a backward pass."""
+    if (alive := engine()) is not None:
+        alive.resume_hooks()
 
 
 def _on_gradient(engine: weakref.ref[GradientEngine], parameter: nn.Parameter, grad: torch.Tensor | None) -> Any:

@@ -42,6 +42,10 @@ class _Apart(dict[int, Any]):
         """Let torch call `own`."""
         super().__setitem__(_OWN, self._own)
 
+    def leave(self) -> None:
+        """Let torch find nothing until `enter`."""
+        self.clear()
+
 
 class ParameterHooks:
     """The hooks of one parameter.
@@ -63,6 +67,7 @@ class ParameterHooks:
         self._parameter, self._hook = weakref.ref(parameter), hook
         self.are_apart = False
         self._joined: list[_Apart] = []
+        self._entered: list[_Apart] = []
         self.users: dict[int, Callable[..., Any]] = {}
         self._after: dict[int, Callable[..., Any]] = {}
         if isinstance(given._backward_hooks, _Apart):
@@ -75,12 +80,27 @@ class ParameterHooks:
         after = _Apart(self._call_after, users=given._post_accumulate_grad_hooks or {})
         before.enter()
         given._backward_hooks, given._post_accumulate_grad_hooks = before, after
-        self.users, self._after = before.users, after.users
+        self.users, self._after, self._entered = before.users, after.users, [before]
 
     @property
     def are_joined(self) -> bool:
         """Whether another engine watches the parameter, too."""
         return bool(self._joined) or any(key < 0 for key in self.users)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the engine has the only hook of this parameter."""
+        return not (self._joined or self.users or self._after)
+
+    def pause(self) -> None:
+        """Have the engine's hook not called, until `resume` or a user's hook comes."""
+        for hooks in self._entered:
+            hooks.leave()
+
+    def resume(self) -> None:
+        """Have it called again."""
+        for hooks in self._entered:
+            hooks.enter()
 
     def run(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient as the users' hooks make it."""

@@ -97,10 +97,8 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
     sums = "tensor-parallel sums" if plan.layout.deepest > 1 else "sums of batch normalization"
     parts = {"computing": cost.compute, sums: cost.tensor_parallel, "gradient sums": cost.gradients}
     shown = [f"{what} {seconds_words(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
-    text = f"An iteration takes {seconds_words(cost.total)}: {', '.join(shown)}."
-    if plan.range_s is not None:
-        low, high = (seconds_words(end_s) for end_s in plan.range_s)
-        text += f" With the measured variation of speeds, 90 % take {low} to {high}."
+    between = range_words(plan.range_s, is_measured=is_measured)
+    text = f"An iteration takes {seconds_words(cost.total)}{between}: {', '.join(shown)}."
     all_ = {1: "the machine", 2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
     text += f" Without communication and waiting, {all_} would take {seconds_words(found.ideal_s)}."
     lost = list(obstacles(plan, cluster=cluster, found=found))
@@ -112,6 +110,12 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
     if not is_measured:
         lines.append(guess_words(width=width))
     return "\n".join(lines)
+
+
+def range_words(range_s: tuple[float, float], *, is_measured: bool) -> str:
+    """The range in which nine of ten iterations are expected, in brackets; nothing where the time itself is a guess."""
+    low, high = map(seconds_words, range_s)
+    return f" ({low} to {high} in nine of ten cases)" if is_measured else ""
 
 
 def guess_words(*, width: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tatami.cluster import Cluster
 from tatami.report.machines import MachineLine
-from tatami.report.recommended import listed_machines, recomputing_words, seconds_words, without_work
+from tatami.report.recommended import listed_machines, range_words, recomputing_words, seconds_words, without_work
 from tatami.report.words import percent, wrapped
 from tatami.tiling import ProcessorTime, StagedPlan
 from tatami.tiling.alphabeta import FLOP_PER_S
@@ -68,7 +68,8 @@ def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, wid
     ]
     all_ = {2: "both machines"}.get(cluster.size, f"all {cluster.size:,} machines")
     text = (
-        f"An iteration takes {seconds_words(plan.iteration_s)}: {', '.join(shown)}. Without communication and waiting, {all_} "
+        f"An iteration takes {seconds_words(plan.iteration_s)}{range_words(plan.range_s, is_measured=plan.is_measured)}: "
+        f"{', '.join(shown)}. Without communication and waiting, {all_} "
     )
     text += f"would take {seconds_words(ideal_s)}."
     if not plan.is_measured:

@@ -168,7 +168,7 @@ def shared_batch(context: ModuleContext, channels: tuple[Factor, ...], x: torch.
         gives=rank.speaks,
         replica=rank.index,
         replicas=rank.replicas,
-        positions=_positions(context, channels) if has_units and is_summed else None,
+        positions=_positions(context, channels).numpy() if has_units and is_summed else None,
         channels=_length(rank, channels, x.shape[1]) if has_units else x.shape[1],
         loss_weight=rank.weight,
         again=False,

@@ -78,12 +78,11 @@ class LocalStatistics:
         sizes = [each.numel() for each in tensors]
         weights = [weight if own is not None or rank.speaks else 0.0 for own in positions]
         factors = torch.tensor(weights, dtype=torch.float64, device="cpu").repeat_interleave(torch.tensor(sizes, device="cpu"))
-        room = rank.sums.room(starts[-1])
-        room.zero_()
+        room = torch.from_numpy(rank.sums.room(starts[-1])).zero_()
         room[0] = weight if rank.speaks else 0.0
         room[place] = torch.cat(tensors).double().cpu() * factors
         rank.waits(True)
-        total = rank.sums.run("the running statistics of all batch normalizations")
+        total = torch.from_numpy(rank.sums.run("the running statistics of all batch normalizations"))
         rank.waits(False)
         torch._foreach_copy_([uncounted(each) for each in tensors], torch.split(total[place] / total[0], sizes))
 

@@ -2,9 +2,9 @@
 
 A long sum over a slow link hides behind the backward pass if each part of it leaves as soon as it is ready. Where every rank is
 a replica, gradients therefore travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`). Ranks of one host
-add up in each other's memory, which costs them less than messages. In all other cases gradients travel after
-the pass (`tatami.runtime.owner_sums`): where ranks share units, over links of different rates, over which the parts are uneven,
-and while a re-tiler measures when the messages of each link arrive.
+add up in each other's memory, which costs them less than messages, also where there is little to add. In all other cases
+gradients travel after the pass (`tatami.runtime.owner_sums`): where ranks share units, over links of different rates, over
+which the parts are uneven, and while a re-tiler measures when the messages of each link arrive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.bucketed_sums import BucketedSums
-from tatami.gradients.buckets import usual_bucket_bytes
+from tatami.gradients.buckets import size_bytes_of, usual_bucket_bytes
 from tatami.runtime.owner_sums import OwnerSums
 from tatami.runtime.same_batch import different_sizes
 from tatami.runtime.stopwatch import LinkTimes
@@ -41,6 +41,7 @@ class OverlappedSums(AbstractGradientSums):
     ) -> None:
         self._owners, self._comm, self._link_times, self._replicas = owners, comm, link_times, replicas
         self._buckets: BucketedSums | None = None
+        self._flat_layout: object = None  # the last layout in which every rank was a replica of its own
 
     @property
     def layout(self) -> object:
@@ -54,11 +55,17 @@ class OverlappedSums(AbstractGradientSums):
     def shares_units(self) -> bool:
         return self._owners.shares_units
 
+    @property
+    def takes_early(self) -> bool:
+        return self._buckets is not None and self._buckets.takes_early
+
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         if not self._pays(parameters):
             self.close()
             return
         if self._buckets is None:
+            if len(set(self._comm.hosts)) > 1 and size_bytes_of(parameters) < LEAST_BYTES:
+                return
             size_bytes = usual_bucket_bytes(self._comm, parameters)
             self._buckets = BucketedSums(self._comm, bucket_bytes=size_bytes, wire=self._owners.wire, has_numbers=True)
         self._buckets.begin(parameters)
@@ -87,14 +94,15 @@ class OverlappedSums(AbstractGradientSums):
 
     def _pays(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether buckets are used; the same on all ranks."""
-        replicas = self._replicas()
-        is_flat = self.are_needed and len(replicas) == self._comm.size and all(len(ranks) == 1 for ranks in replicas)
+        if self.layout is not self._flat_layout:
+            replicas = self._replicas()
+            is_flat = self.are_needed and len(replicas) == self._comm.size and all(len(ranks) == 1 for ranks in replicas)
+            self._flat_layout = self.layout if is_flat else None
         return (
-            is_flat
+            self._flat_layout is not None
             and self._owners.sends_evenly
             and not self._link_times.is_watched
-            and sum(each.numel() * each.element_size() for each in parameters) >= LEAST_BYTES
-            and all(each.dtype in (torch.float32, torch.float64) for each in parameters)
+            and {each.dtype for each in parameters} <= {torch.float32, torch.float64}
         )
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from tatami.cluster import Cluster, Processor
+from tatami.cluster import Cluster
 from tatami.errors import MemoryLackError, PlanError, warn
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import time_bound_s, volume_bytes
-from tatami.tiling.compute import scatter, scatter_range
 from tatami.tiling.cost import AbstractCost, Cost, PaperCost, RememberedCost
+from tatami.tiling.expected_range import expected_range_s
 from tatami.tiling.fit import fit
 from tatami.tiling.grid import GridPlanner, GridRevPlanner
 from tatami.tiling.lack import with_remedies
@@ -59,8 +59,7 @@ class Plan:
         tiling: the layout cut at `workload.samples` x `workload.units`.
         t_comm: Eq. 8, in elements.
         predicted: seconds of an iteration under the alpha-beta cost, by what they are spent on.
-        range_s: in which 90 % of the iterations are expected, by how far the measured speeds scatter (`Processor.spread`); None
-            where that was not measured. What is wrong with speeds and links themselves is not in it.
+        range_s: in which 90 % of the iterations are expected, if speeds and links are as the cluster has them.
         bound_s: seconds that no tiling of this cluster can beat under that cost.
         volume_bytes: what all processors together send in an iteration.
         reasons: by the name of each processor that is left out, why; those first that were left out first.
@@ -73,11 +72,11 @@ class Plan:
     tiling: Tiling
     t_comm: float
     predicted: Cost
+    range_s: tuple[float, float]
     bound_s: float
     volume_bytes: float
     reasons: Mapping[str, Reason] = field(default_factory=dict)
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
-    range_s: tuple[float, float] | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -182,22 +181,14 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
         tiling=layout.cut(samples=workload.samples, units=workload.units),
         t_comm=PaperCost().price(layout, cluster=run, workload=workload).total,
         predicted=predicted,
-        range_s=_range_s(predicted, [cluster.by_name[name] for name in layout.processors]),
+        range_s=expected_range_s(
+            predicted.total, compute_s=predicted.compute, processors=[cluster.by_name[name] for name in layout.processors]
+        ),
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
         volume_bytes=volume_bytes(layout, workload=workload, cluster=run),
         reasons=fitted.reasons,
         memory_bytes=memory_bytes(layout, workload=workload, cluster=run),
     )
-
-
-def _range_s(predicted: Cost, processors: Sequence[Processor]) -> tuple[float, float] | None:
-    ends = scatter_range(processors)
-    if ends is None:
-        return None
-    expected = scatter(processors)
-    times = (predicted.compute * (1 + end) / (1 + expected) for end in ends)
-    low_s, high_s = (predicted.total - predicted.compute + time_s for time_s in times)
-    return low_s, high_s
 
 
 def compare(

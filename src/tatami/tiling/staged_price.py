@@ -19,6 +19,7 @@ from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.errors import PlanError
 from tatami.tiling.alphabeta import AlphaBetaCost, gradient_sums_s, replica_sums_s, statistics_s, sums_s
 from tatami.tiling.compute import replica_flop_times, scatter
+from tatami.tiling.expected_range import expected_range_s
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.memory import memory_bytes, optimizer_shares
@@ -96,6 +97,7 @@ class StagedPlan:
         workload: what was planned.
         layout: who computes which pieces, for which samples, in how many micro-batches.
         iteration_s: predicted.
+        range_s: in which 90 % of the iterations are expected, if speeds and links are as the cluster has them.
         in_flight: for each stage, the micro-batches that have gone forward and not yet backward.
         weights_left: for each stage, the micro-batches that have, but for gradients of weights, which are computed while the
             stage would wait, and at the end.
@@ -108,6 +110,7 @@ class StagedPlan:
     workload: Workload
     layout: StagedLayout
     iteration_s: float
+    range_s: tuple[float, float]
     in_flight: tuple[int, ...]
     weights_left: tuple[int, ...]
     ranks: tuple[StagedRank, ...]
@@ -360,6 +363,11 @@ class _Price:
             workload=self.workload,
             layout=self.layout,
             iteration_s=total_s,
+            range_s=expected_range_s(
+                total_s,
+                compute_s=max(rank.compute_s for rank in ranks),
+                processors=[self.cluster.by_name[rank.processor] for rank in ranks],
+            ),
             in_flight=tuple(in_flight),
             weights_left=tuple(left),
             ranks=tuple(ranks),
