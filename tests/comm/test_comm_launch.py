@@ -427,7 +427,7 @@ def test_ranks_may_save_their_work_when_the_run_is_to_end(tmp_path: Path) -> Non
 
 def test_copies_of_the_command_are_ranks_as_new_processes_are(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import atexit, json, os, pathlib, random, signal, sys, threading, time\n"
+        "import atexit, json, os, pathlib, random, signal, sys, threading, time, warnings\n"
         "import numpy\n"
         "from tatami.comm import init\n"
         "facts = dict(argv=sys.argv[1:], name=__name__, path=sys.path[0], stdin=sys.stdin.read(), main=sys.argv[0])\n"
@@ -436,6 +436,7 @@ def test_copies_of_the_command_are_ranks_as_new_processes_are(tmp_path: Path) ->
         "facts['signals'] = [int(signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGHUP)]\n"
         "facts['blocked'] = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
         "facts['draws'] = [random.random(), numpy.random.random()]\n"
+        "facts['warns'] = warnings.showwarning.__module__, any(each[2] is UserWarning for each in warnings.filters)\n"
         "facts['is copy'] = 'tatami.cli.app' in sys.modules\n"
         "found = pathlib.Path(f'{sys.argv[1]}-{init().rank}')\n"
         "atexit.register(lambda: found.write_text(json.dumps(facts)))\n"
@@ -460,6 +461,7 @@ def test_copies_of_the_command_are_ranks_as_new_processes_are(tmp_path: Path) ->
         assert (first["stdin"], second["stdin"]) == ("in", "")
         assert first["signals"] == [signal.SIG_DFL, signal.SIG_IGN]
         assert first["blocked"] == 0
+        assert first["warns"] == ["warnings", False]
         assert len(set(first["draws"] + second["draws"])) == 4
         assert first["thread"] == "waited for"
         assert first["is copy"] == MAY_COPY

@@ -11,8 +11,9 @@ from torch import nn
 import tatami.runtime.overlapped_sums
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, TrainingError
-from tatami.gradients import buckets
+from tatami.gradients import bucketed_sums, buckets
 from tatami.tiling import Layout
+from tatami.tiling.overlap import LEAST_BYTES
 from tatami.train import TiledModel, move, tile
 from tatami.workload import WIRES
 from tiled_rig import assert_close, simple_layout
@@ -25,6 +26,13 @@ STEPS, SAMPLES = 6, 8
 @pytest.fixture(autouse=True)
 def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tatami.runtime.overlapped_sums, "LEAST_BYTES", 0)
+    monkeypatch.setattr(bucketed_sums, "LEAST_BYTES", 0)
+
+
+@pytest.fixture
+def _are_small(_of_any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the gradients of these networks are."""
+    monkeypatch.setattr(bucketed_sums, "LEAST_BYTES", LEAST_BYTES)
 
 
 def fill(network: nn.Module) -> nn.Module:
@@ -109,6 +117,46 @@ def test_gradients_accumulate(comm: AbstractCommunicator) -> None:
     train(model, lambda x, y: [(*model.local(x, y), 0.25), (*model.local(x, y), 0.75)], inner)
     found = model.module.state_dict()
     assert_close(found, expected(), what="weights")
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.usefixtures("_are_small")
+def test_few_small_gradients_of_one_host_are_put_aside_at_once(comm: AbstractCommunicator) -> None:
+    """Hooks of parameters are not called in a backward pass that begins at the output."""
+    model, inner = tiled(comm)
+    called = Mock(wraps=model._gradients._on_gradient)
+    model._gradients._on_gradient = called  # type: ignore[method-assign]
+    train(model, lambda x, y: [(*model.local(x, y), 0.25), (*model.local(x, y), 0.75)], inner)
+    assert not called.called
+    assert_close(model.module.state_dict(), expected(), what="weights")
+    hooked = []
+    handle = inner.trunk.bias.register_hook(hooked.append)  # sees the sum, so hooks are called again
+    model.zero_grad()
+    x, y = model.local(*batch(0))
+    torch.autograd.backward(nn.functional.mse_loss(model(x), y))
+    handle.remove()
+    assert called.called
+    assert torch.equal(hooked[0], inner.trunk.bias.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("_are_small")
+def test_what_comes_after_a_pass_that_was_broken_off_is_summed(comm: AbstractCommunicator) -> None:
+    """Also a penalty by itself, without a forward pass before it; what was there before the broken pass is kept."""
+    model, inner = tiled(comm)
+    x, y = model.local(*batch(0))
+    torch.autograd.backward(nn.functional.mse_loss(model(x), y))
+    before = {name: each.grad.clone() for name, each in inner.named_parameters() if each.grad is not None}
+    loss = nn.functional.mse_loss(model(x), y)
+    inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
+    with pytest.raises(KeyError, match="broken off"):
+        torch.autograd.backward(loss)
+    del loss
+    weight = inner.trunk.weight
+    torch.autograd.backward((comm.rank + 1) * weight.square().sum() / 2)
+    shares = [len(each) / SAMPLES for each in comm.allgather_object(x)]
+    mean = sum(share * (rank + 1) for rank, share in enumerate(shares))
+    torch.testing.assert_close(weight.grad, before["trunk.weight"] + mean * weight.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(inner.one.weight.grad, before["one.weight"], rtol=1e-12, atol=1e-12)
 
 
 def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(comm: AbstractCommunicator) -> None:

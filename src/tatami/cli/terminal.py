@@ -20,6 +20,8 @@ RANK_TERMINAL_VARIABLE = "TATAMI_TERMINAL"
 """Set for ranks whose output ends on a terminal although their own streams are pipes: its width in characters."""
 
 _UNKNOWN_WIDTH = 80
+_outside: list[tuple[list[Any], Any]] = []
+"""What `shown_warnings` has changed: filters, and the function that shows a warning."""
 
 
 def show(*parts: str | Text | Table) -> None:
@@ -72,11 +74,27 @@ def environment_of_ranks() -> dict[str, str]:
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """Print each warning as one line on stderr, without the source line that raised it."""
+    """Print each warning as one line on stderr, without the source line that raised it; in this process, not in copies of it."""
     with warnings.catch_warnings():
+        _outside.append((list(warnings.filters), warnings.showwarning))
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
-        yield
+        try:
+            yield
+        finally:
+            _outside.pop()
+
+
+def _warn_as_outside() -> None:
+    """Warnings of a program that a copy of this process runs are shown as Python shows them."""
+    if _outside:
+        filters, warnings.showwarning = _outside[0]
+        warnings.resetwarnings()
+        warnings.filters.extend(filters)  # type: ignore[attr-defined]
+        _outside.clear()
+
+
+os.register_at_fork(after_in_child=_warn_as_outside)
 
 
 def _show_warning(

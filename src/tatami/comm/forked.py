@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import final
 
 import torch
@@ -117,9 +117,12 @@ def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, 
     # The handlers of this process would take signals of the copy for its own, until the copy has forgotten them.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        with warnings.catch_warnings():
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", DeprecationWarning)  # it is about the threads of BLAS
             pid = os.fork()
+            if pid == 0:
+                stack.pop_all()  # what `os.register_at_fork` has made of warnings stays
     finally:
         if os.getpid() == parent:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
