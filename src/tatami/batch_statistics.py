@@ -281,7 +281,7 @@ def on_host(*tensors: torch.Tensor) -> list[Array]:
 
 def _like(tensor: torch.Tensor, values: Array) -> torch.Tensor:
     """Values in the precision of `tensor`, where it is."""
-    return torch.from_numpy(values).to(tensor)
+    return torch.from_numpy(values).to(tensor.device, tensor.dtype)
 
 
 def _axes(values: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:

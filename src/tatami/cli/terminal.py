@@ -74,7 +74,7 @@ def environment_of_ranks() -> dict[str, str]:
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """Print each warning as one line on stderr, without the source line that raised it; in this process, not in copies of it."""
+    """Print each warning as one line on stderr, without the source line that raised it; not in copies of this process."""
     with warnings.catch_warnings():
         _outside.append((list(warnings.filters), warnings.showwarning))
         warnings.simplefilter("default", UserWarning)

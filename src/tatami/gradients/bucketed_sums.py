@@ -2,7 +2,7 @@
 
 In the first passes all ranks find out in which order gradients become ready. From then on buckets follow the order of rank 0,
 and each leaves when its last gradient is there. What comes in several parts (from a checkpoint with reentrant autograd) leaves
-at the end of the pass. On one host few small gradients all do: their bytes cost less than a call for each.
+at the end of the pass. On one host so do all, if they are few and small: their bytes cost less than a call for each.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class BucketedSums(AbstractGradientSums):
         known = [*self._parameters, *(each for each in parameters if each not in self._index_of)]
         self.close()
         self._parameters = known
-        self._are_small = len(set(self._comm.hosts)) == 1 and size_bytes_of(known) < LEAST_BYTES
+        self._are_small = len(set(self._comm.hosts)) == 1 and size_bytes_of(known) < min(LEAST_BYTES, self._bucket_bytes)
         self._index_of = {parameter: index for index, parameter in enumerate(known)}
         self._sets = [
             BucketSet(
