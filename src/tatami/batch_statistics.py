@@ -247,7 +247,7 @@ class _Normalize(torch.autograd.Function):
         if x.numel():
             # Kernels of the CPU take mean and variance as running statistics, those of CUDA as what the forward pass has saved;
             # and those want a weight, which these two gradients do not depend on.
-            known = mean, mean, variance, mean, _like(mean, inverse)
+            known = mean, mean, variance, mean, variance if mean.device.type == "cpu" else _like(mean, inverse)
             _, of_weight, of_bias = _backward(given, values, *known, False, eps, [False, True, True])
         else:
             of_weight = of_bias = torch.zeros_like(mean)
@@ -264,9 +264,8 @@ class _Normalize(torch.autograd.Function):
         factor = inverse if weight is None else inverse * on_host(weight)[0]
         level, slope = sums[0] * factor / -total, sums[1] * factor * inverse / -total
         wide = _axes(values)[1]
-        around, scale, less, bend = (
-            each.view(wide) for each in (mean, *(_like(mean, each) for each in (factor, level, slope)))
-        )
+        around = mean.view(wide)
+        scale, less, bend = _like(mean, np.stack((factor, level, slope))).view(3, *wide)
         whole = torch.empty_like(values)
         for part, gradient, result in _parts(values, given, whole):
             centered = torch.sub(part, around, out=result)
@@ -315,7 +314,8 @@ def _statistics(values: torch.Tensor, batch: SharedBatch) -> _Statistics:
         whole, variance, total = _put_together(host_mean, host_squares, count, batch)
     else:
         whole, variance, total = _added_up(host_mean.astype(np.float64), host_squares, count, batch)
-    return _Statistics(_like(mean, whole), _like(mean, variance), total, variance)
+    mean, here = _like(mean, np.stack((whole, variance)))
+    return _Statistics(mean, here, total, variance)
 
 
 def _added_up(mean: Vector, squares: Array, count: int, batch: SharedBatch) -> tuple[Vector, Vector, float]:

@@ -140,7 +140,8 @@ def test_few_small_gradients_of_one_host_are_put_aside_at_once(comm: AbstractCom
 
 @pytest.mark.usefixtures("_are_small")
 def test_what_comes_after_a_pass_that_was_broken_off_is_summed(comm: AbstractCommunicator) -> None:
-    """Also a penalty by itself, without a forward pass before it; what was there before the broken pass is kept."""
+    """Also a penalty by itself, without a forward pass before it. What was there before the broken pass is there again at
+    once, and does not come back when the user has dropped it."""
     model, inner = tiled(comm)
     x, y = model.local(*batch(0))
     torch.autograd.backward(nn.functional.mse_loss(model(x), y))
@@ -149,7 +150,16 @@ def test_what_comes_after_a_pass_that_was_broken_off_is_summed(comm: AbstractCom
     inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
     with pytest.raises(KeyError, match="broken off"):
         torch.autograd.backward(loss)
-    del loss
+    for name, gradient in before.items():
+        assert torch.equal(inner.get_parameter(name).grad, gradient), name  # type: ignore[arg-type]
+    model.zero_grad()
+    model(x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.autograd.backward(nn.functional.mse_loss(model(x), y))
+    loss = nn.functional.mse_loss(model(x), y)
+    inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
+    with pytest.raises(KeyError, match="broken off"):
+        torch.autograd.backward(loss)
     weight = inner.trunk.weight
     torch.autograd.backward((comm.rank + 1) * weight.square().sum() / 2)
     shares = [len(each) / SAMPLES for each in comm.allgather_object(x)]

@@ -383,19 +383,15 @@ class GradientEngine:
     def _end_pass(self) -> None:
         """Be ready for the next backward pass; where one was broken off, gradients are again what they were before it."""
         self._pass = self._token = None
-        self.resume_hooks()
-        if not self.in_parts:
-            for parameter, before in self._before.items():
-                parameter.grad = before
-            self._before.clear()
-
-    def resume_hooks(self) -> None:
-        """Watch for the first gradient of a parameter in another pass."""
         self._is_new = True
         if self._are_paused:
             self._are_paused = False
             for hooks in self._hooks.values():
                 hooks.resume()
+        if not self.in_parts:
+            for parameter, before in self._before.items():
+                parameter.grad = before
+            self._before.clear()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -615,9 +611,9 @@ def _on_output(
 
 
 def _on_broken_pass(engine: weakref.ref[GradientEngine], _: object) -> None:
-    """Autograd has dropped the callback that ends a backward pass."""
+    """Autograd has dropped the callback that ends a backward pass, because of an error."""
     if (alive := engine()) is not None:
-        alive.resume_hooks()
+        alive._end_pass()
 
 
 def _on_gradient(engine: weakref.ref[GradientEngine], parameter: nn.Parameter, grad: torch.Tensor | None) -> Any:
