@@ -610,6 +610,65 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_refused(comm: AbstractCommunic
             assert_close(whole_gradients(model), gradients(plain), what="gradients")
 
 
+def squares(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return (output - F.one_hot(classes, 3)).square()
+
+
+OF_RANKS: dict[str, tuple[Loss, bool]] = {
+    "detached": (lambda out, y: F.cross_entropy(out, y) / F.cross_entropy(out, y).detach(), True),
+    "taken by item": (lambda out, y: squares(out, y).mean() * squares(out, y).sum().item(), True),
+    "by the reciprocal of a count": (lambda out, y: squares(out, y)[:, 0].sum() * out.detach().exp().sum().reciprocal(), True),
+    "by the mean of a soft mask": (lambda out, y: squares(out, y).mean() / out.detach().sigmoid().mean(), True),
+    "0.3 of a mean, and a sum": (lambda out, y: 0.3 * squares(out, y).mean() + out.square().sum() / len(y), False),
+    "by the same number": (lambda out, y: F.cross_entropy(out, y) * torch.tensor(2.5), False),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("make", [DataParallel, tiled])
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_a_loss_that_ranks_multiply_by_numbers_of_their_own(comm: AbstractCommunicator, name: str, make: Any) -> None:
+    """It is found when ranks compare what they know next."""
+    loss, is_refused = OF_RANKS[name]
+    model = make(network(), comm, *([data(comm.size)] if make is tiled else []))
+    x, classes = model.local(batch()[0], CLASSES)
+    with pytest.raises(InputError, match=r"the loss .*multiplies what|the loss is or adds") if is_refused else nullcontext():
+        for _ in range(6):
+            model.zero_grad()
+            torch.autograd.backward(loss(model(x), classes))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only  # rank 0 warns
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (lambda out, y: squares(out, y).sum() / SAMPLES, "divides a sum over the .* samples of rank 0 by"),
+        (lambda out, y: (out.square() * torch.arange(len(y)).double().softmax(0)[:, None]).sum(), "weights that sum to 1"),
+        (lambda out, y: (squares(out, y) * ((y + 1.5) / (y + 1.5).mean())[:, None]).mean(), "1 in the mean"),
+        (lambda out, y: (out.square().mean(1) * (y == y[0])).sum() / len(y), None),
+        (lambda out, y: (out.square() * WEIGHTS.softmax(0)).sum() / len(y), None),
+    ],
+)
+def test_a_loss_that_is_most_likely_wrong_is_warned_about(world: World, loss: Loss, match: str | None) -> None:
+    networks = [network() for _ in range(world.size)]
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(networks[comm.rank], comm, simple_layout([0], [1]))
+        for _ in range(3):
+            model.zero_grad()
+            here, own = model.local(batch()[0], CLASSES)
+            torch.autograd.backward(loss(model(here), own))
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        world(body)
+    told = [str(each.message) for each in found if "the loss" in str(each.message)]
+    assert len(told) == (match is not None)
+    if match is not None:
+        assert re.search(match, told[0])
+
+
 def test_a_mean_that_is_said_to_be_a_sum(comm: AbstractCommunicator) -> None:
     built, plain = network(), network()
     model = tiled(built, comm, data(comm.size))

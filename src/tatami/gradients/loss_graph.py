@@ -3,8 +3,10 @@
 The mean over a batch is the weighted mean of the means over its parts; the root of it is not, nor is a mean that divides by
 class weights or by the number of targets that count. Such a loss shows in the operations between it and the output of the
 network: the last ones, of single numbers, may only add and scale what is reduced, and so may those of what is reduced over the
-samples alone. Samples that are multiplied by, or taken from, each other show in the shapes. What no operation shows, as
-weights that come from `.item()`, is found by `TiledModel.check_loss`, which computes the loss of parts.
+samples alone. Samples that are multiplied by, or taken from, each other show in the shapes. What a mean or sum is multiplied
+by, a number that may come from the samples of a rank by `.item()`, is compared between ranks (`refuse_other_factors`). What no
+operation shows, as other weights of samples that depend on each other, is found by `TiledModel.check_loss`, which computes the
+loss of parts.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -54,6 +56,8 @@ _OVER_OTHERS = _REDUCING | {"NllLoss", "LinalgVectorNorm", "Norm", "Logsumexp", 
 _PARTING = frozenset({"Slice", "Split", "SplitWithSizes"})
 _TAKING = frozenset({"Slice", "Select"})
 _CHOOSING_ROWS = frozenset({"Index", "IndexSelect"})
+_SAME = 1e-4
+"""Relative: machines of different types round differently."""
 _SUM = 2
 """What torch calls reduction="sum"."""
 _RESHAPING = frozenset({"View", "UnsafeView", "ReshapeAlias"})
@@ -87,7 +91,22 @@ class _Path(NamedTuple):
     bent: str
 
 
-def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
+class LossFacts(NamedTuple):
+    """What the graph of a loss shows, and one rank cannot judge by itself.
+
+    Attributes:
+        factors: by what each mean over samples is multiplied; a sum counts as so many times the mean. Where the loss is a sum:
+            by what each sample is.
+        divisors: by what sums over samples are divided.
+        has_weights_of_1: samples are multiplied by different weights, without a gradient, that sum to 1, or are 1 in the mean.
+    """
+
+    factors: tuple[float, ...] = ()
+    divisors: tuple[float, ...] = ()
+    has_weights_of_1: bool = False
+
+
+def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> LossFacts:
     """
     Args:
         roots: the last nodes of losses.
@@ -97,7 +116,7 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
         InputError: a loss is no mean of what its samples give; names the operation. The same on all ranks.
     """
     roots = list(roots)
-    unclear = _refuse_coupling(roots, samples=samples)
+    unclear, facts = _refuse_coupling(roots, samples=samples)
     errors = []
     for number in (0, -1) if unclear else ():
         try:
@@ -107,14 +126,38 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> None:
             errors.append(error)
     if len(errors) == 2:  # whichever axis the samples are along, as of the similarities of all samples with all
         raise errors[0]
+    return facts
 
 
-def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> set[Any]:
-    """As `refuse_coupling_loss`, by the axes of samples that are known; returns outputs whose axis may be one of several."""
+def refuse_other_factors(told: Sequence[Sequence[float]]) -> None:
+    """
+    Args:
+        told: by each rank, `LossFacts.factors`; the same on all ranks, which then all raise or none.
+
+    Raises:
+        InputError: ranks multiply what their samples give by different numbers; names them.
+    """
+    first: tuple[int, Sequence[float]] | None = None
+    for rank, theirs in enumerate(told):
+        if not theirs:
+            continue
+        first = first or (rank, theirs)
+        for one, other in zip(first[1], theirs, strict=True) if len(first[1]) == len(theirs) else ():
+            if not math.isclose(one, other, rel_tol=_SAME):
+                raise InputError(
+                    f"the loss of rank {rank} multiplies what its samples give by {other:.4g}, that of rank {first[0]} by "
+                    f"{one:.4g}: a number that it is multiplied by, or divided by, is another one on each rank (a mean that "
+                    f"was detached or taken by .item(), how many targets count, a random draw). {_REMEDY}"
+                )
+
+
+def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> tuple[set[Any], LossFacts]:
+    """As `refuse_coupling_loss`, by the axes of samples that are known; first returns outputs that may have several."""
     waiting, seen = [(root, _Path(1.0, 1.0, "")) for root in roots if root is not None], set[Any]()
     cut: dict[tuple[Any, int], set[range]] = {}
     bends: list[tuple[str, Any]] = []
-    is_cut = False
+    is_cut = has_weights_of_1 = False
+    factors, divisors = list[float](), list[float]()
     while waiting:
         node, path = waiting.pop()
         name, bent = _operation(node), path.bent
@@ -145,11 +188,18 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> set[Any]:
         bent = bent or (name if multiplies or name in _BENT | _COUPLING else "")
         if bent and len(below) > 1:
             bends.append((bent, node))
+        has_weights_of_1 = has_weights_of_1 or (name == "Mul" and not multiplies and _sum_to_1(node))
         is_number = path.divisor is not None and math.prod(_shape(node)) == 1
         waiting += [(other, _further(path, name, node, bent=bent, is_number=is_number)) for other in below]
         if not is_number:
             continue
         _refuse_other_reduction(path, name, node, samples=samples)
+        if (_is_sum(node) or _is_mean(name, node)) and _is_over_samples(node):
+            number = samples or max(_samples_of(node), default=0)
+            factor = path.factor * _factor_below(node)
+            of_mean = factor * number if _is_sum(node) else factor
+            factors += [of_mean if samples else of_mean / number] if number and not math.isnan(of_mean) else []
+            divisors += [path.divisor] if _is_sum(node) and path.divisor is not None else []
         single = [other for other in below if math.prod(_shape(other)) == 1]
         chosen = _chosen(below) if samples and _is_mean(name, node) else None
         if chosen is not None and (chosen % samples or not chosen):
@@ -176,7 +226,8 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> set[Any]:
         pairs = itertools.combinations(filter(None, found_parts), 2)
         if any(one.isdisjoint(other) and {of for of, _ in one} & {of for of, _ in other} for one, other in pairs):
             raise _couples(bent)
-    return {node for node, _ in seen if has_unclear_axis(node)}
+    unclear = {node for node, _ in seen if has_unclear_axis(node)}
+    return unclear, LossFacts(tuple(sorted(factors)), tuple(divisors), has_weights_of_1)
 
 
 def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -> _Path:
@@ -190,15 +241,71 @@ def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -
 
 def _factor(node: Any) -> float:
     """By what number, without its sign, a product or quotient multiplies what the network gives; nan if that is not known."""
-    first = node.next_functions[0][0]
-    is_second = first is not None and _leads_to_output([first])
-    value = getattr(node, "_saved_other" if is_second else "_saved_self", None)
+    value = _multiplier(node)
     # Where it is on another pipeline stage, a stand-in has no value.
     if type(value) is torch.Tensor and value.numel() == 1:
         value = value.item()
     if not isinstance(value, int | float) or not value:
         return math.nan
     return abs(1 / value if _operation(node) == "Div" else value)
+
+
+def _factor_below(node: Any) -> float:
+    """By what all that an operation reduces was multiplied, without the network's own part; nan where that is not one number.
+
+    A mask counts as 1.
+    """
+    waiting, seen, found = [(node, 1.0)], set[tuple[Any, float]](), set[float]()
+    while waiting and len(found) < 2:
+        key = node, factor = waiting.pop()
+        if key in seen:
+            continue
+        seen.add(key)
+        if is_output(node):
+            found.add(factor)
+            continue
+        if _operation(node) in _PRODUCTS:
+            factor *= _uniform(node)
+        elif _operation(node) in _WEIGHING | _ACROSS_RANKS:
+            return math.nan
+        waiting += [(below, factor) for below, _ in node.next_functions if below is not None and _leads_to_output([below])]
+    return found.pop() if len(found) == 1 else math.nan
+
+
+def _uniform(node: Any) -> float:
+    """As `_factor`, also of a tensor whose elements are equal; of one of zeros and ones it is 1."""
+    values = _multiplier(node)
+    if sum(_leads_to_output([below]) for below, _ in node.next_functions if below is not None) > 1:
+        return 1.0  # of the network alone
+    if type(values) is not torch.Tensor or values.numel() < 2:
+        return _factor(node)
+    values = values.detach()
+    if bool(((values == 0) | (values == 1)).all()):
+        return 1.0
+    least, most = float(values.min()), float(values.max())
+    if least != most or not least:
+        return math.nan
+    return abs(1 / least if _operation(node) == "Div" else least)
+
+
+def _multiplier(node: Any) -> Any:
+    """The other operand of a product or quotient with what the network gives."""
+    first = node.next_functions[0][0]
+    is_second = first is not None and _leads_to_output([first])
+    return getattr(node, "_saved_other" if is_second else "_saved_self", None)
+
+
+def _sum_to_1(node: Any) -> bool:
+    """Whether a product multiplies samples by weights that were normalized over the samples of this rank, as it seems: they
+    differ, and sum to 1 or are 1 in the mean. Masks may do so by chance."""
+    weights = _multiplier(node)
+    if type(weights) is not torch.Tensor or not weights.dim() or len(weights) not in _samples_of(node) - {1}:
+        return False
+    values = weights.detach().double()
+    rows, total = values.reshape(len(values), -1).sum(1), float(values.sum())
+    if float(rows.max() - rows.min()) < _SAME * abs(total) / len(rows) or bool(((values == 0) | (values == 1)).all()):
+        return False
+    return any(math.isclose(total, whole, rel_tol=1e-5) for whole in (1.0, float(values.numel())))
 
 
 def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from tatami.comm.agreement import fail_together
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, warn
-from tatami.gradients.loss_graph import refuse_coupling_loss
+from tatami.gradients.loss_graph import LossFacts, refuse_coupling_loss
 from tatami.gradients.passes import are_made_by
 
 _LOOKS: Final = 8
@@ -81,6 +81,13 @@ class OutsideReads:
         self.samples: int | None = None
         """Samples of this rank, where the loss is a mean over samples, computed in several parts; 0: a sum; None: in one part,
         or of a single sample, of which all numbers are single."""
+        self.batch: int | None = None
+        """Samples of the global batch, where they are known."""
+        self.facts = LossFacts()
+        """Of the loss that was judged last; its factors are to be compared between ranks."""
+        self.tells = comm.rank == 0
+        """Whether this rank warns of what all ranks see."""
+        self._num_doubts = [0, 0]
         self._spans: list[tuple[int, int]] = []
         self._num_looks = 0
         self._warns_of_others = True
@@ -126,10 +133,11 @@ class OutsideReads:
         """
         is_due = self._num_looks < _LOOKS or self._num_looks % _EVERY == 0
         self._num_looks += 1
-        is_judged = is_due and self.samples is not None and are_made_by(self, roots)  # another model may be alive as well
-        if is_judged:
-            assert self.samples is not None
-            refuse_coupling_loss(roots, samples=self.samples)
+        is_judged = False
+        if is_due and are_made_by(self, roots):  # another model may be alive as well
+            is_judged = self.samples is not None
+            self.facts = LossFacts() if self.samples is None else refuse_coupling_loss(roots, samples=self.samples)
+            self._warn_of_doubts()
         if not self.adds_terms and not is_judged and not (is_due and self._shares_units):
             return
         others = []
@@ -148,6 +156,26 @@ class OutsideReads:
                 self._take(name, is_exact=is_exact)
         if is_judged and others:
             self._warn_of(others)
+
+    def _warn_of_doubts(self) -> None:
+        """Warn of what is most likely wrong, when it is seen for the second time: once may be by chance."""
+        here, batch = self.samples, self.batch
+        doubts = {
+            f"the loss divides a sum over the {here} samples of rank {self.comm.rank} by {batch}, the size of the whole batch; "
+            "reduction='mean' says that it is the mean over them. Divide by their own number, len(x), or give reduction='sum'. "
+            f"If {batch} is meant as a multiple of {here}, it is right as it is": (
+                here and here != batch in self.facts.divisors
+            ),
+            f"the loss multiplies the samples of rank {self.comm.rank} by weights that sum to 1 or are 1 in the mean. If they "
+            "were normalized over these samples, gradients depend on how the batch is laid over the ranks: normalize them over "
+            "the global batch before model.local(...), or divide by model.over_batch(...) of their mean": (
+                self.facts.has_weights_of_1
+            ),
+        }
+        for number, (doubt, is_found) in enumerate(doubts.items()):
+            self._num_doubts[number] += bool(is_found)
+            if is_found and self._num_doubts[number] == 2 and self.tells:
+                warn(doubt)
 
     def _warn_of(self, others: Sequence[torch.Tensor]) -> None:
         """Warn of a weight that is trained with the network, and is no part of one whose gradients are summed."""

@@ -27,6 +27,7 @@ from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward
+from tatami.gradients.loss_graph import refuse_other_factors
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.model.deferred import DeferredPasses
@@ -556,7 +557,8 @@ class TiledModel(nn.Module):
             shares, index = (here / samples,), 0  # other replicas have other micro-batches
         in_several = self._reduction is not None and (len(rank.widths) > 1 or in_parts)
         is_judged = in_several and here > 1 and self.has_results
-        self.outside.samples = None if not is_judged else here if is_mean else 0
+        self.outside.samples, self.outside.batch = None if not is_judged else here if is_mean else 0, samples
+        self.outside.tells = rank.speaks and index == 0
         begun = self._gradients.begin(
             samples=samples,
             shares=lambda: shares,
@@ -1042,7 +1044,8 @@ class TiledModel(nn.Module):
         watch = Watch(self.stage_comm, always=debugging())
         watches = [watch] if self.stage is None else [Watch(self.comm, always=debugging()), watch]
         watches[0].add(self._batch.own, self._batch.refuse)
-        if not self.comm.changes:  # a rank that has joined has made fewer steps
+        if not self.comm.changes:  # a rank that has joined has made fewer steps, and looks at other losses than the others
+            watch.add(lambda: self.outside.facts.factors, refuse_other_factors)
             # Parameters of other stages, too: a learning rate of one stage alone would be seen by no other rank of it.
             watches[0].add(lambda: steps_of(self.parameters()), refuse_other_steps)
         watch.add(self._weights, self._refuse_other_weights)

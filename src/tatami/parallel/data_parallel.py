@@ -28,6 +28,7 @@ from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
+from tatami.gradients.loss_graph import refuse_other_factors
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.inputs import check_at_least
@@ -122,6 +123,7 @@ class DataParallel(nn.Module):
         self._watch = Watch(self._comm)
         self._watch.add(lambda: steps_of(trained), refuse_other_steps)
         self._watch.add(self._weights, refuse_other_weights)
+        self._watch.add(lambda: self._outside.facts.factors, refuse_other_factors)
         options = {
             "reduction": reduction,
             "speeds": self._shares.speeds,
