@@ -60,6 +60,12 @@ def comm(world: Any) -> Any:
 
 
 @pytest.fixture
+def _sums_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are summed by messages, which are described one by one, also among replicas of one host that share memory."""
+    monkeypatch.setattr("tatami.model.model.may_overlap", lambda _: False)
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An empty one, for ranks that share it."""
     return tmp_path

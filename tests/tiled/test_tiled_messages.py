@@ -65,6 +65,7 @@ def test_one_tensor_parallel_exchange_a_pair_and_direction(comm: AbstractCommuni
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.usefixtures("_sums_by_messages")
 @pytest.mark.parametrize("kind", ["row", "two replicas", "one left out"])
 def test_at_most_one_message_of_gradients_to_each_neighbour_and_phase(world: World, kind: str) -> None:
     layout = {

@@ -145,8 +145,8 @@ def test_a_run_of_four_ranks_goes_on_on_any_ranks_and_layout(size: int, saved: s
     runs += [(staged(size, stages=2, cuts=(1,), micro_batches=1 + in_parts), True)] if size == 4 else []
     for layout, shards in runs:
         for again, ended in run_threads(partial(resumed, layout=layout, shards=shards), size=size):
-            # The layout of that time comes back, and every bit with it.
-            if size == 4 and type(layout) is type(SAVED[saved]) and shards <= ("sharded" in saved):
+            # The layout of that time comes back, and every bit with it, if gradients are summed in the same order.
+            if size == 4 and type(layout) is type(SAVED[saved]) and shards == ("sharded" in saved):
                 assert again == losses[SAVED_AT:]
                 assert all(torch.equal(ended[name], value) for name, value in weights.items())
             else:

@@ -116,6 +116,7 @@ def test_debug_mode_looks_at_every_number_in_every_pass(comm: AbstractCommunicat
 
 
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.usefixtures("_sums_by_messages")
 def test_ranks_compare_in_few_passes_and_what_they_compute_is_the_same(comm: AbstractCommunicator) -> None:
     plain, built = network(), network()
     for number in range(10):

@@ -77,6 +77,7 @@ def cluster_of(hosts: tuple[str, ...]) -> Cluster:
     return Cluster(processors=tuple(Processor(name=f"p{rank}", speed=1.0, host=host) for rank, host in enumerate(hosts)))
 
 
+@pytest.mark.usefixtures("_sums_by_messages")
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     network=networks(),
@@ -109,6 +110,7 @@ def test_a_step_sends_what_is_described(
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.usefixtures("_sums_by_messages")
 @pytest.mark.parametrize(("kind", "wire"), [("one", None), ("one", "bfloat16"), ("apart", None), ("apart", "bfloat16")])
 def test_long_sums_and_large_replicated_gradients_are_described(
     comm: AbstractCommunicator, kind: str, wire: str | None

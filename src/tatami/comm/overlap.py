@@ -141,7 +141,7 @@ class SharedOverlap(AbstractOverlap):
         self._ranks_across = column.allgather_object(comm.rank) if column is not None else []
         self._clock = clock or SystemClock()
         policy = wait_policy(ranks_on_host=here.size, cores=len(os.sched_getaffinity(0)))
-        self._policy = replace(policy, roll_call=comm.roll_call)
+        self._policy = replace(policy, roll_call=comm.roll_call, lineage=here.lineage)
         page = _PAGE_BYTES // dtype.itemsize
         starts = list(accumulate((-(-size // page) * page for size in sizes), initial=0))
         self._window = here.shared_window(starts[-1], dtype)

@@ -84,7 +84,7 @@ class OutsideReads:
         self.batch: int | None = None
         """Samples of the global batch, where they are known."""
         self.facts = LossFacts()
-        """Of the loss that was judged last; its factors are to be compared between ranks."""
+        """What is known of the loss that was judged last; its factors are compared between ranks."""
         self.tells = comm.rank == 0
         """Whether this rank warns of what all ranks see."""
         self._num_doubts = [0, 0]

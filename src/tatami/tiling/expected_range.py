@@ -12,7 +12,7 @@ from tatami.cluster import Processor
 from tatami.tiling.compute import scatter, scatter_range
 
 SHARE = 0.9
-"""Of iterations in the range."""
+"""The share of iterations in the range."""
 _FASTEST, _SLOWEST = 0.9, 1.2
 """Multiples of the predicted time. Of the 186 tilings in `benchmarks/results/evaluation-paced-*.jsonl`, from which they are,
 90 % took between these times; of tilings and stages of other networks since then, see `docs/measured.md`."""
