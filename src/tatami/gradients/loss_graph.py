@@ -129,23 +129,22 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> LossFacts:
     return facts
 
 
-def refuse_other_factors(told: Sequence[Sequence[float]]) -> None:
+def refuse_other_factors(told: Sequence[tuple[int, Sequence[float]]]) -> None:
     """
     Args:
-        told: by each rank, `LossFacts.factors`; the same on all ranks, which then all raise or none.
+        told: by each rank, the number of a pass, and `LossFacts.factors` of its loss; the same on all ranks, which then all
+            raise or none. Those of other passes than the first rank's are not compared.
 
     Raises:
         InputError: ranks multiply what their samples give by different numbers; names them.
     """
-    first: tuple[int, Sequence[float]] | None = None
-    for rank, theirs in enumerate(told):
-        if not theirs:
-            continue
-        first = first or (rank, theirs)
-        for one, other in zip(first[1], theirs, strict=True) if len(first[1]) == len(theirs) else ():
+    first, (number, factors) = next(((rank, each) for rank, each in enumerate(told) if each[1]), (0, (0, ())))
+    for rank, (at, theirs) in enumerate(told):
+        is_like_it = at == number and len(theirs) == len(factors)
+        for one, other in zip(factors, theirs, strict=True) if is_like_it else ():
             if not math.isclose(one, other, rel_tol=_SAME):
                 raise InputError(
-                    f"the loss of rank {rank} multiplies what its samples give by {other:.4g}, that of rank {first[0]} by "
+                    f"the loss of rank {rank} multiplies what its samples give by {other:.4g}, that of rank {first} by "
                     f"{one:.4g}: a number that it is multiplied by, or divided by, is another one on each rank (a mean that "
                     f"was detached or taken by .item(), how many targets count, a random draw). {_REMEDY}"
                 )
@@ -268,7 +267,7 @@ def _factor_below(node: Any) -> float:
             factor *= _uniform(node)
         elif _operation(node) in _WEIGHING | _ACROSS_RANKS:
             return math.nan
-        waiting += [(below, factor) for below, _ in node.next_functions if below is not None and _leads_to_output([below])]
+        waiting += [(below, factor) for below, _ in node.next_functions if below is not None]
     return found.pop() if len(found) == 1 else math.nan
 
 

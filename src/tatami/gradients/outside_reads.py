@@ -83,8 +83,10 @@ class OutsideReads:
         or of a single sample, of which all numbers are single."""
         self.batch: int | None = None
         """Samples of the global batch, where they are known."""
-        self.facts = LossFacts()
-        """What is known of the loss that was judged last; its factors are compared between ranks."""
+        self.num_passes = 0
+        """Forward passes that all ranks make: those of micro-batches count as one."""
+        self.factors: tuple[int, tuple[float, ...]] = 0, ()
+        """The pass of the loss that was judged last, and its factors, for `refuse_other_factors`."""
         self.tells = comm.rank == 0
         """Whether this rank warns of what all ranks see."""
         self._num_doubts = [0, 0]
@@ -136,8 +138,9 @@ class OutsideReads:
         is_judged = False
         if is_due and are_made_by(self, roots):  # another model may be alive as well
             is_judged = self.samples is not None
-            self.facts = LossFacts() if self.samples is None else refuse_coupling_loss(roots, samples=self.samples)
-            self._warn_of_doubts()
+            facts = LossFacts() if self.samples is None else refuse_coupling_loss(roots, samples=self.samples)
+            self.factors = self.num_passes, facts.factors
+            self._warn_of_doubts(facts)
         if not self.adds_terms and not is_judged and not (is_due and self._shares_units):
             return
         others = []
@@ -157,20 +160,16 @@ class OutsideReads:
         if is_judged and others:
             self._warn_of(others)
 
-    def _warn_of_doubts(self) -> None:
+    def _warn_of_doubts(self, facts: LossFacts) -> None:
         """Warn of what is most likely wrong, when it is seen for the second time: once may be by chance."""
         here, batch = self.samples, self.batch
         doubts = {
             f"the loss divides a sum over the {here} samples of rank {self.comm.rank} by {batch}, the size of the whole batch; "
             "reduction='mean' says that it is the mean over them. Divide by their own number, len(x), or give reduction='sum'. "
-            f"If {batch} is meant as a multiple of {here}, it is right as it is": (
-                here and here != batch in self.facts.divisors
-            ),
+            f"If {batch} is meant as a multiple of {here}, it is right as it is": here and here != batch in facts.divisors,
             f"the loss multiplies the samples of rank {self.comm.rank} by weights that sum to 1 or are 1 in the mean. If they "
             "were normalized over these samples, gradients depend on how the batch is laid over the ranks: normalize them over "
-            "the global batch before model.local(...), or divide by model.over_batch(...) of their mean": (
-                self.facts.has_weights_of_1
-            ),
+            "the global batch, before model.local(...), or divide by model.over_batch(their mean)": facts.has_weights_of_1,
         }
         for number, (doubt, is_found) in enumerate(doubts.items()):
             self._num_doubts[number] += bool(is_found)

@@ -123,7 +123,7 @@ class DataParallel(nn.Module):
         self._watch = Watch(self._comm)
         self._watch.add(lambda: steps_of(trained), refuse_other_steps)
         self._watch.add(self._weights, refuse_other_weights)
-        self._watch.add(lambda: self._outside.facts.factors, refuse_other_factors)
+        self._watch.add(lambda: self._outside.factors, refuse_other_factors)
         options = {
             "reduction": reduction,
             "speeds": self._shares.speeds,
@@ -175,6 +175,7 @@ class DataParallel(nn.Module):
         size, is_mean = self._comm.size, self._reduction == "mean"
         refuse_transforms()
         self._watch.begin_pass()
+        self._outside.num_passes += 1
         samples = num_samples(args, kwargs) if is_mean and size > 1 else 0
         self._outside.samples = self._judged(samples, args, kwargs)
         begun = self._begun = self._engine.begin(
