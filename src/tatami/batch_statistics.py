@@ -82,9 +82,14 @@ class SharedBatch:
         """The sum over the replicas: (lines, channels_here) of this rank to (lines, channels_here), in double precision."""
         if self.sums is None:
             return table.double() if self.counts else torch.zeros_like(table, dtype=torch.float64)
-        lines = len(table)
-        self.write(self.sums.room(lines * self.channels).reshape(lines, self.channels), *on_host(table)[0])
-        return torch.from_numpy(self.read(self.run(what).reshape(lines, self.channels)).copy()).to(table.device)
+        return torch.from_numpy(self.summed_lines(*on_host(table)[0], what=what).copy()).to(table.device)
+
+    def summed_lines(self, *own: Array, what: str) -> Vector:
+        """As `summed`, in host memory, which holds the sum until the next one."""
+        assert self.sums is not None
+        shape = len(own), self.channels
+        self.write(self.sums.room(math.prod(shape)).reshape(shape), *own)
+        return self.read(self.run(what).reshape(shape))
 
     def write(self, room: Vector, *own: Array) -> None:
         """Lines of (channels_here,) where they belong in (lines, channels), and zeros where this rank has nothing to tell."""
@@ -256,9 +261,8 @@ class _Normalize(torch.autograd.Function):
             return None, *own, None, None
         share, sums = batch.loss_weight, [each.astype(np.float64) for each in on_host(of_bias, of_weight)]
         if batch.sums is not None:
-            room = batch.sums.room(2 * batch.channels).reshape(2, batch.channels)
-            batch.write(room, *(share * each for each in sums))
-            sums = [each / share if share else each for each in batch.read(batch.run("backward pass").reshape(2, -1))]
+            over_ranks = batch.summed_lines(*(share * each for each in sums), what="backward pass")
+            sums = [each / share if share else each for each in over_ranks]
         if not batch.counts or not share or not x.numel():
             return torch.zeros_like(x), *own, None, None
         factor = inverse if weight is None else inverse * on_host(weight)[0]

@@ -129,17 +129,17 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> LossFacts:
     return facts
 
 
-def refuse_other_factors(told: Sequence[tuple[int, Sequence[float]]]) -> None:
+def refuse_other_factors(every_rank: Sequence[tuple[int, Sequence[float]]]) -> None:
     """
     Args:
-        told: by each rank, the number of a pass, and `LossFacts.factors` of its loss; the same on all ranks, which then all
-            raise or none. Those of other passes than the first rank's are not compared.
+        every_rank: the number of a pass, and `LossFacts.factors` of its loss; the same on all ranks, which then all raise or
+            none. Those of other passes than the first rank's are not compared.
 
     Raises:
         InputError: ranks multiply what their samples give by different numbers; names them.
     """
-    first, (number, factors) = next(((rank, each) for rank, each in enumerate(told) if each[1]), (0, (0, ())))
-    for rank, (at, theirs) in enumerate(told):
+    first, (number, factors) = next(((rank, each) for rank, each in enumerate(every_rank) if each[1]), (0, (0, ())))
+    for rank, (at, theirs) in enumerate(every_rank):
         is_like_it = at == number and len(theirs) == len(factors)
         for one, other in zip(factors, theirs, strict=True) if is_like_it else ():
             if not math.isclose(one, other, rel_tol=_SAME):

@@ -87,7 +87,7 @@ class OutsideReads:
         """Forward passes that all ranks make: those of micro-batches count as one."""
         self.factors: tuple[int, tuple[float, ...]] = 0, ()
         """The pass of the loss that was judged last, and its factors, for `refuse_other_factors`."""
-        self.tells = comm.rank == 0
+        self.warns_of_doubts = comm.rank == 0
         """Whether this rank warns of what all ranks see."""
         self._num_doubts = [0, 0]
         self._spans: list[tuple[int, int]] = []
@@ -173,7 +173,7 @@ class OutsideReads:
         }
         for number, (doubt, is_found) in enumerate(doubts.items()):
             self._num_doubts[number] += bool(is_found)
-            if is_found and self._num_doubts[number] == 2 and self.tells:
+            if is_found and self._num_doubts[number] == 2 and self.warns_of_doubts:
                 warn(doubt)
 
     def _warn_of(self, others: Sequence[torch.Tensor]) -> None:

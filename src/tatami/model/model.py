@@ -559,7 +559,7 @@ class TiledModel(nn.Module):
         in_several = self._reduction is not None and (len(rank.widths) > 1 or in_parts)
         is_judged = in_several and here > 1 and self.has_results
         self.outside.samples, self.outside.batch = None if not is_judged else here if is_mean else 0, samples
-        self.outside.tells = rank.speaks and index == 0
+        self.outside.warns_of_doubts = rank.speaks and index == 0
         begun = self._gradients.begin(
             samples=samples,
             shares=lambda: shares,

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from tatami.cluster import Processor
 from tatami.tiling.compute import scatter, scatter_range
 
-SHARE = 0.9
-"""The share of iterations in the range."""
 _FASTEST, _SLOWEST = 0.9, 1.2
 """Multiples of the predicted time. Of the 186 tilings in `benchmarks/results/evaluation-paced-*.jsonl`, from which they are,
 90 % took between these times; of tilings and stages of other networks since then, see `docs/measured.md`."""
 
 
 def expected_range_s(predicted_s: float, *, compute_s: float, processors: Sequence[Processor]) -> tuple[float, float]:
-    """The times between which `SHARE` of the iterations of a plan are expected, in seconds.
+    """The times between which nine of ten iterations of a plan are expected, in seconds.
 
     It holds for speeds and links that are as the cluster has them: what they are not is in no prediction.
 
