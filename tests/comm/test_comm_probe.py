@@ -93,6 +93,27 @@ def test_cpu_time_counts_over_the_share_of_a_core(comm: AbstractCommunicator) ->
     assert clock.asleep_s > 0
 
 
+class Late(Half):
+    """A clock on which every look is 0.3 s later: messages take as long to arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slept: list[float] = []
+
+    def now_s(self) -> float:
+        return next(self._ticks) * 0.3
+
+    def sleep(self, duration_s: float) -> None:
+        self.slept.append(duration_s)
+
+
+@pytest.mark.ranks(2, 3)
+def test_messages_have_as_long_to_arrive_as_the_first_ones_took(comm: AbstractCommunicator) -> None:
+    clock = Late()
+    measure_message_costs(comm, repeats=2, clock=clock, cpu_s=lambda: 0.0)
+    assert clock.slept == [0.05, pytest.approx(0.3), pytest.approx(0.3)] * 2, "of short messages, then of long ones"
+
+
 @pytest.mark.ranks(2)
 def test_it_is_measured(comm: AbstractCommunicator) -> None:
     for cost in measure_message_costs(comm, repeats=2):

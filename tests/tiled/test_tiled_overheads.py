@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from drawing import Written, mlp
 from hand_clock import HandClock
-from tatami.cluster import NETWORK_LINK, Cluster, SpeedTable
+from tatami.cluster import NETWORK_LINK, Cluster, Link, SpeedTable
 from tatami.comm import AbstractCommunicator
 from tatami.comm.link_probe import measure_message_costs
 from tatami.errors import PlanError
@@ -26,7 +27,7 @@ from tatami.measure.speed_curves import SpeedCurve, measure_curves, measure_netw
 from tatami.measure.speeds import AbstractPass
 from tatami.model import overheads
 from tatami.model.cluster_probe import probe
-from tatami.model.overheads import measure_overheads, messages_of, overheads_of, small_model
+from tatami.model.overheads import measure_overheads, messages_of, overheads_of, slowest_of, small_model
 from tatami.partition.tracing.sample import Sample
 from tatami.random_state import torch_state
 from tatami.testing.slowdown import Slowdown
@@ -100,6 +101,34 @@ def test_it_is_measured_and_all_ranks_are_told(comm: AbstractCommunicator, monke
         assert each.message_s > 0 or comm.size == 1
         assert min(each.call_s, each.step_s) >= 0
         assert 0 < each.call_s + each.step_s + each.message_s < 100
+
+
+class Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at each operation, as the paced lab does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.losses = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.losses += func is torch.ops.aten.mse_loss.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_looks_at_operations_does_not_count_as_calls(comm: AbstractCommunicator) -> None:
+    x = torch.ones(2)
+    with Looks() as looks:
+        measure_overheads(comm, measure_message_costs(comm, repeats=1), repeats=1)
+        assert looks.losses == 0, "the iterations that are timed are not looked at"
+        mse(x, x)
+        assert looks.losses == 1, "afterwards it looks again"
+
+
+def test_the_slowest_link_of_several_measurements_is_their_median() -> None:
+    links = [Link(bandwidth_bytes_per_s=each, latency_s=1e-4) for each in (3.1e6, 12e6, 2.7e6, 3e6, 2.9e6, 11e6)]
+    assert slowest_of(links) == links[3], "2.7 to 3.1 MB/s are one kind, of which the third of four is the median"
+    assert slowest_of(links[1:2]) == links[1]
 
 
 WORKLOAD = Workload.mlp(20, 64, 5, samples=32)

@@ -125,7 +125,7 @@ _SMALL_BYTES, _LARGE_BYTES = 8, 64 * 1024
 _SMALL_BURST, _LARGE_BURST = 16, 8
 """Long messages cost twice as much for a byte as those that are sent at once and buffered, and gradients are long. So many of
 them cross 100 Mbit/s while the ranks sleep."""
-_TRAVEL_S = 0.05
+_TRAVEL_S, _LONGEST_TRAVEL_S = 0.05, 1.0
 _SPINS = 1000
 _SPIN_S = 0.25
 """More than two periods of a container's quota."""
@@ -151,8 +151,8 @@ def measure_message_costs(
 ) -> list[MessageCost]:
     """What a message costs every rank, the same list on all of them: CPU time, over its share of a core. Collective.
 
-    Waiting is left out: messages are posted, some time passes in which they travel, and then they are taken. All ranks do it
-    at once, as they will in a run.
+    Waiting is left out: messages are posted, some time passes in which they travel, and then they are taken. The first burst of
+    each size, which is not counted, shows how long that takes. All ranks do it at once, as they will in a run.
 
     Args:
         comm: the ranks; one alone has nothing to send.
@@ -166,7 +166,7 @@ def measure_message_costs(
     comm.barrier()
     share = core_share(clock=clock, cpu_s=cpu_s)
     small_s, large_s = (
-        statistics.median(_burst_s(comm, size_bytes, burst, clock=clock, cpu_s=cpu_s) for _ in range(repeats + 1))
+        _bursts_s(comm, size_bytes, burst, repeats=repeats, clock=clock, cpu_s=cpu_s)
         for size_bytes, burst in ((_SMALL_BYTES, _SMALL_BURST), (_LARGE_BYTES, _LARGE_BURST))
     )
     byte_s = (large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES) / share
@@ -174,20 +174,27 @@ def measure_message_costs(
     return list(comm.allgather_object(mine))
 
 
-def _burst_s(comm: AbstractCommunicator, size_bytes: int, burst: int, *, clock: Clock, cpu_s: Callable[[], float]) -> float:
-    """CPU seconds of one message, sent or received, of a burst to the next rank and from the one before."""
+def _bursts_s(
+    comm: AbstractCommunicator, size_bytes: int, burst: int, *, repeats: int, clock: Clock, cpu_s: Callable[[], float]
+) -> float:
+    """CPU seconds of one message, sent or received, of a burst to the next rank and from the one before: the median."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     values = [torch.zeros(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(burst)]
     rooms = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(burst)]
-    comm.barrier()
-    start_s = cpu_s()
-    requests = [comm.irecv(room, before) for room in rooms] + [comm.isend(each, after) for each in values]
-    spent_s = cpu_s() - start_s
-    clock.sleep(_TRAVEL_S)
-    start_s = cpu_s()
-    for request in requests:
-        request.wait()
-    return (spent_s + cpu_s() - start_s) / (2 * burst)
+    travel_s, spent_s = _TRAVEL_S, []
+    for _ in range(repeats + 1):
+        comm.barrier()
+        began_s, start_s = clock.now_s(), cpu_s()
+        requests = [comm.irecv(room, before) for room in rooms] + [comm.isend(each, after) for each in values]
+        posted_s = cpu_s() - start_s
+        clock.sleep(travel_s)
+        start_s = cpu_s()
+        for request in requests:
+            request.wait()
+        spent_s.append((posted_s + cpu_s() - start_s) / (2 * burst))
+        if len(spent_s) == 1:  # looking for messages that are still on their way would be counted as copying them
+            travel_s = min(max(travel_s, clock.now_s() - began_s), _LONGEST_TRAVEL_S)
+    return statistics.median(spent_s[1:])
 
 
 def core_share(*, clock: Clock, cpu_s: Callable[[], float], pace: Pace = NO_PACE) -> float:
