@@ -12,10 +12,12 @@ import torch
 from equal_runs import check_case
 from networks import Batch, Case
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from tatami.partition.blocks import find_blocks
 from tatami.partition.tracing import tracing
-from tatami.partition.tracing.exporting import ModuleCall
+from tatami.partition.tracing.exporting import FollowedProgram, ModuleCall, export
 from tatami.partition.tracing.same_program import structure_of
 from tatami.testing.worlds import World
 
@@ -208,3 +210,36 @@ def rows(samples: int, generator: torch.Generator) -> Batch:
 @pytest.mark.threads_only
 def test_layers_that_nearly_are_the_same_equal_the_plain_ones(world: World) -> None:
     check_case(world, Case(build=scaled_by_index, draw=rows, blocks=("gated pair",) * 2))
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True),
+    "lstm with projections": lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True),
+    "gru": lambda: nn.GRU(3, 4, bidirectional=True, batch_first=True),
+    "rnn": lambda: nn.RNN(3, 4, num_layers=2, bias=False, batch_first=True),
+    "rnn with relu": lambda: nn.RNN(3, 4, nonlinearity="relu", batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_layer_is_one_operation_for_any_number_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = RECURRENT[name]()
+    looked_at = []
+    dispatch = FakeTensorMode.dispatch
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lambda *args, **kwargs: (looked_at.append(1), dispatch(*args, **kwargs))[1])
+
+    def program_of(steps: int) -> tuple[FollowedProgram, int]:
+        looked_at.clear()
+        program = export(layer, ModuleCall(args=(torch.randn(5, steps, 3),), kwargs={}, sample_axes=(0,)))
+        return program, len(looked_at)
+
+    program, operations = program_of(6)
+    assert operations == program_of(12)[1], "torch alone goes through all steps"
+    for shape in ((5, 6, 3), (2, 9, 3)):
+        x = torch.randn(shape)
+        found, expected = tracing._run(layer, program, x), layer(x)
+        for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+            assert torch.equal(one, other)
+    steps = torch.export.export(layer, (torch.randn(5, 6, 3),), strict=False).run_decompositions()
+    assert len(steps.graph.nodes) > len(program.graph.graph.nodes), "elsewhere torch has what it always has"

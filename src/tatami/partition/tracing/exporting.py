@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, 
     on_tensors = _OnTensors(module, leaves, same, structure)
     try:
         # Remembering what operations give for which symbolic lengths takes torch longer than computing it again.
-        with _quiet(), kept(module), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        with _quiet(), kept(module), _recurrences_by_shape(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             exported = torch.export.export(on_tensors, tensors, dynamic_shapes={"tensors": marks}, strict=False)
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
@@ -210,6 +211,47 @@ def _dynamic(
         axis: samples if axis == sample_axis else Dim.STATIC if (index, axis) in fixed else Dim.AUTO
         for axis in range(value.dim())
     }
+
+
+@contextlib.contextmanager
+def _recurrences_by_shape() -> Iterator[None]:
+    """In this thread, recurrent layers that are traced give tensors of the right shapes at once.
+
+    A program has such a layer as one operation. Torch finds the shapes of its results by going through all steps, with symbolic
+    lengths: some 40 ms for each step of each layer, in each of several programs.
+    """
+    _replace_recurrences()
+    _TRACES.is_on = True
+    try:
+        yield
+    finally:
+        _TRACES.is_on = False
+
+
+_TRACES = threading.local()
+
+
+@functools.cache
+def _replace_recurrences() -> None:
+    aten = torch.ops.aten
+    for operation in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
+        for key, steps in operation.py_kernels.items():
+            operation.py_kernels[key] = _or_by_shape(steps)
+        operation._dispatch_cache.clear()
+
+
+def _or_by_shape(steps: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(steps)
+    def kernel(inputs: Any, states: Any, *others: Any) -> Any:
+        """`others`: weights, whether there are biases, layers, dropout, training, both directions, samples first."""
+        if not getattr(_TRACES, "is_on", False):
+            return steps(inputs, states, *others)
+        first, *more = states if isinstance(states, (list, tuple)) else [states]
+        directions = 2 if others[5] else 1
+        output = inputs.new_empty((*inputs.shape[:2], directions * first.shape[-1]))
+        return (output, *(each.new_empty(each.shape) for each in (first, *more)))
+
+    return kernel
 
 
 def _lengths(value: torch.Tensor) -> tuple[int | None, ...]:
