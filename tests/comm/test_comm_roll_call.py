@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tatami.comm import AbstractCommunicator, launch
 from tatami.comm.stall_report import ProcessPlace, describe_findings
 from tatami.comm.wait import Waiting, WaitPolicy, wait_policy, wait_until
-from tatami.errors import InputError
+from tatami.errors import CommTimeoutError, InputError
 from tatami.testing.worlds import WORLD_TIMEOUT_S, World
 
 HERE = ProcessPlace.here()
@@ -208,3 +209,19 @@ def test_the_error_says_who_waited_for_whom_in_what_and_what_to_do() -> None:
     )
     meeting = Waiting(operation="barrier", rank=0, size=4, missing=(1, 3))
     assert "barrier on rank 0 of 4 timed out after 1.5 s: ranks 1, 3 did not join" in str(meeting.timeout(1.5))
+    assert str(meeting.timeout(1.5, members=(0, 1, 2, 3))) == str(meeting.timeout(1.5))
+    assert "ranks 1, 3 did not join. In the whole job ranks 0, 1, 3 are ranks 2, 4, 7. Do all" in str(
+        meeting.timeout(1.5, members=(2, 4, 5, 7))
+    )
+
+
+@pytest.mark.ranks(3)
+def test_ranks_of_a_part_are_named_by_their_numbers_in_the_job_too(comm: AbstractCommunicator) -> None:
+    part = comm.split(0 if comm.rank else None, key=comm.rank)
+    if part is not None and part.rank == 0:
+        part.timeout_s = 0.2
+        with pytest.raises(
+            CommTimeoutError, match=r"from rank 1 .* on rank 0 of 2 .* In the whole job ranks 0, 1 are ranks 1, 2\. "
+        ):
+            part.recv(torch.zeros(1), 1)
+    comm.barrier()

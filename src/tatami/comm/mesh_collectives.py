@@ -263,7 +263,9 @@ class MessageRequest(AbstractRequest):
         start_s = communicator.clock.now_s()
         while not self._is_over():
             if (left_s := communicator.left_s(start_s)) <= 0:
-                raise self._given_up().timeout(communicator.timeout_s, roll_call=communicator.roll_call)
+                raise self._given_up().timeout(
+                    communicator.timeout_s, roll_call=communicator.roll_call, members=communicator.policy.members
+                )
             communicator.mesh.progress(min(left_s, _SLICE_S), is_over=self._is_settled)
             if not self._is_settled():
                 communicator.check_off()

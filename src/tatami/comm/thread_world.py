@@ -12,7 +12,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Never
 
@@ -135,11 +135,9 @@ class _ThreadRequest(AbstractRequest):
 
     def _timeout(self, waited_s: float) -> Exception:
         waiting = self._waiting
-        if waiting.peer is not None:
-            return waiting.timeout(waited_s)
-        return Waiting(operation=waiting.operation, rank=waiting.rank, size=waiting.size, missing=self._needs()).timeout(
-            waited_s
-        )
+        if waiting.peer is None:
+            waiting = replace(waiting, missing=self._needs())
+        return waiting.timeout(waited_s, members=self._communicator.members)
 
 
 class ThreadCommunicator(AbstractCommunicator):
@@ -149,7 +147,7 @@ class ThreadCommunicator(AbstractCommunicator):
         """`members` are ranks of the world; `rank` is an index into them; `group` is the lineage."""
         super().__init__(rank=rank, hosts=(socket.gethostname(),) * len(members), timeout_s=timeout_s)
         self.world = world
-        self._members = members
+        self.members = members
         self._group = group
         self._num_meetings = 0
         self._num_splits = 0
@@ -166,7 +164,7 @@ class ThreadCommunicator(AbstractCommunicator):
             return None
         part = ThreadCommunicator(
             self.world,
-            members=tuple(self._members[rank] for rank in ranks),
+            members=tuple(self.members[rank] for rank in ranks),
             rank=ranks.index(self.rank),
             group=f"{self._group}/{self._num_splits}.{color}",
             timeout_s=self.timeout_s,
@@ -179,7 +177,7 @@ class ThreadCommunicator(AbstractCommunicator):
 
     @property
     def refusals(self) -> Refusals:
-        return self.world.refusals[self._members[self.rank]]
+        return self.world.refusals[self.members[self.rank]]
 
     @property
     def lineage(self) -> str:
@@ -227,16 +225,16 @@ class ThreadCommunicator(AbstractCommunicator):
 
     def check_alive(self, waiting: Waiting, needs: Sequence[int]) -> None:
         """Raise where one of the ranks that are needed has ended, or any rank has failed. Called under the world's lock."""
-        needed = [self._members[rank] for rank in needs] or self._members
+        needed = [self.members[rank] for rank in needs] or self.members
         self.refusals.check(self._group, needed, now_s=0.0)
         world = self.world
         died = world.first_failed
         if died is None:
-            died = next((self._members[rank] for rank in needs if self._members[rank] in world.ended), None)
+            died = next((self.members[rank] for rank in needs if self.members[rank] in world.ended), None)
         if died is None:
             return
-        rank = self._members.index(died) if died in self._members else died
-        of_world = "" if len(self._members) == world.size else f" (rank {died} of the world)"
+        rank = self.members.index(died) if died in self.members else died
+        of_world = "" if len(self.members) == world.size else f" (rank {died} of the world)"
         error = world.ended[died]
         how = "ended without taking part" if error is None else f"died: {type(error).__name__}: {error}"
         raise RankDiedError(f"{waiting.describe()}: rank {rank}{of_world} {how}", rank=rank)

@@ -135,8 +135,16 @@ class Waiting:
         """The operation and its place: `recv from rank 5 (tag 7) on rank 2 of 8`."""
         return f"{self.what} on rank {self.rank} of {self.size}"
 
-    def timeout(self, waited_s: float, *, roll_call: AbstractRollCall | None = None) -> CommTimeoutError:
-        """The error of a wait that ended after `waited_s` seconds without its message; others are asked what they do."""
+    def timeout(
+        self, waited_s: float, *, roll_call: AbstractRollCall | None = None, members: tuple[int, ...] | None = None
+    ) -> CommTimeoutError:
+        """The error of a wait that ended after `waited_s` seconds without its message; others are asked what they do.
+
+        Args:
+            waited_s: for how long.
+            roll_call: of all ranks of the job.
+            members: the communicator's ranks, as ranks of the job; None: all.
+        """
         if self.peer is None:
             who = f"{format_ranks(self.missing)} did not join" if self.missing else "not every rank joined in or went on"
             question = "Do all ranks call the same collectives in the same order, and are they alive?"
@@ -145,9 +153,17 @@ class Waiting:
             question = f"Is rank {self.peer} alive, and does it use the same tag?"
         findings = "" if roll_call is None else roll_call.findings(self.describe(), size=self.size, waited_s=waited_s)
         return CommTimeoutError(
-            f"{self.describe()} timed out after {waited_s:.3g} s: {who}. {findings or question} "
+            f"{self.describe()} timed out after {waited_s:.3g} s: {who}. {self._in_the_job(members)}{findings or question} "
             "Raise timeout_s if it is only slow or the link is."
         )
+
+    def _in_the_job(self, members: tuple[int, ...] | None) -> str:
+        """Which ranks of the job those are that the error names by their numbers in a part of it, such as a replica."""
+        named = sorted({self.rank, *self.missing, *(() if self.peer is None else (self.peer,))})
+        if members is None or all(members[rank] == rank for rank in named):
+            return ""
+        here, there = format_ranks(named), format_ranks([members[rank] for rank in named])
+        return f"In the whole job {here} {'is' if len(named) == 1 else 'are'} {there}. "
 
 
 def wait_for(
@@ -164,4 +180,4 @@ def wait_for(
     doing, peer = (lambda: waiting().describe()), waiting().peer
     waited_s = wait_until(done, policy=policy, timeout_s=timeout_s, clock=clock, doing=doing, peer=peer)
     if waited_s is not None:
-        raise waiting().timeout(waited_s, roll_call=policy.roll_call)
+        raise waiting().timeout(waited_s, roll_call=policy.roll_call, members=policy.members)
