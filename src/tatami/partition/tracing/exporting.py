@@ -242,13 +242,12 @@ def _replace_recurrences() -> None:
 
 def _or_by_shape(steps: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(steps)
-    def kernel(inputs: Any, states: Any, *others: Any) -> Any:
-        """`others`: weights, whether there are biases, layers, dropout, training, both directions, samples first."""
-        if not getattr(_TRACES, "is_on", False):
-            return steps(inputs, states, *others)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not getattr(_TRACES, "is_on", False):
+            return steps(*args, **kwargs)
+        inputs, states, _weights, _biases, _layers, _dropout, _training, both_directions, _samples_first = args
         first, *more = states if isinstance(states, (list, tuple)) else [states]
-        directions = 2 if others[5] else 1
-        output = inputs.new_empty((*inputs.shape[:2], directions * first.shape[-1]))
+        output = inputs.new_empty((*inputs.shape[:2], (2 if both_directions else 1) * first.shape[-1]))
         return (output, *(each.new_empty(each.shape) for each in (first, *more)))
 
     return kernel
