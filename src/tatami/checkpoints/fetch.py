@@ -22,8 +22,6 @@ def fetch(
     Every file is verified by the rank that reads it; where one is damaged, all look for another source of it.
 
     Args:
-        candidate: a complete one.
-        comm: the ranks.
         directory: of this rank.
         needs: of each rank, names of members.
 

@@ -247,11 +247,9 @@ class _Sums:
     """Nonblocking sums of vectors over all ranks, begun on all of them in the order of the vectors.
 
     Args:
-        comm: the ranks.
         dtype: of the vectors. Half precision in host memory, which libraries do not sum, goes by schedules of messages: it
             travels as it is, is added up in float32, and rounded once for all ranks.
         on_cpu: whether the vectors of all ranks are in host memory.
-        hosts: of each rank.
     """
 
     def __init__(self, comm: AbstractCommunicator, *, dtype: torch.dtype, on_cpu: bool, hosts: Sequence[str]) -> None:

@@ -29,13 +29,10 @@ class Going:
 
     Attributes:
         number: in the order in which things were started.
-        then: called when it ends.
         at_s: when it is due; infinity while that is not known.
         flow: of a transfer that shares links.
-        size_bytes: of a transfer.
         rate_bytes_per_s: of a transfer that shares no link.
         moves: whether the latency of a transfer that shares links is over.
-        is_held: it stands still.
     """
 
     number: int
@@ -188,7 +185,6 @@ def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) ->
     """Simulate.
 
     Args:
-        platform: the machines.
         act: starts what there is to start; all of it is then driven to its end.
 
     Returns:

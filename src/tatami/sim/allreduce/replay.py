@@ -339,8 +339,6 @@ class RankTransfers:
     """Bytes by peer; all that goes from one rank to another in a round is one transfer.
 
     Attributes:
-        sends: to whom, how many bytes.
-        receives: from whom.
         sum_bytes: of what arrives and must be added, also by accumulate: a processor does it.
         local: (from, to, bytes) of loads and stores, one after the other.
     """

@@ -30,8 +30,6 @@ class Fates:
     """The lives of workers, servers and links.
 
     Args:
-        setup: how long they live in the mean.
-        stage: where they end.
         seed: None for nothing ever breaking.
         period: what undisturbed rounds take; None where lives count always, or never end.
         strike: called with a worker or a server that dies, as ("worker", number).
@@ -212,9 +210,7 @@ def life_s(mtbf_s: float, *, seed: int, kind: str, number: int, generation: int)
     digit, and two recoveries compared with one seed see the same first failures.
 
     Args:
-        seed: of the run.
         kind: what it is, as "worker".
-        number: which of them.
         generation: 0 for the first in this place, 1 for who replaced it, ...
     """
     name = f"{kind}/{number}/{generation}/{seed}".encode()

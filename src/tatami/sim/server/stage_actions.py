@@ -24,19 +24,15 @@ class ServerPlay:
     """One run on a stage.
 
     Args:
-        setup: what is simulated.
-        stage: where.
         seed: of the failures; None for a run without any.
         period: what undisturbed rounds take; None where that is not known yet.
         skips: undisturbed rounds are passed over; else each is simulated.
         watch: called with every action of the coordinator that is carried out one by one.
 
     Attributes:
-        failures: that have struck.
         lost_updates: updates of workers that are missing in rounds that were applied.
         opened_s: when the first round was opened; `opened_bytes` had moved by then.
         ended_s: when all was applied, or the run stopped.
-        stopped: why it did.
     """
 
     def __init__(
