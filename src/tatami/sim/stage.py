@@ -86,6 +86,13 @@ class Stage:
         """Let time pass."""
         return self.at(self.now_s + delay_s, then)
 
+    def soon(self, delay_s: float, then: Then) -> None:
+        """As `after`, but at once, before anything else of this time, where there is no delay."""
+        if delay_s > 0:
+            self.after(delay_s, then)
+        else:
+            then()
+
     def at(self, at_s: float, then: Then) -> Going:
         """Do something at a time, at once if it is past."""
         going = Going(number=next(self._numbers), then=then)

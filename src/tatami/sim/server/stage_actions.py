@@ -160,10 +160,7 @@ class ServerPlay:
                 pass  # These end processes or tell the user; a simulated process that has no task costs nothing.
 
     def _later(self, delay_s: float, event: Callable[[], ev.Event]) -> None:
-        if delay_s > 0:
-            self._stage.after(delay_s, lambda: self._tell(event()))
-        else:
-            self._tell(event())
+        self._stage.soon(delay_s, lambda: self._tell(event()))
 
     def _end(self, reason: str | None) -> None:
         self.ended_s, self.stopped = self._stage.now_s, reason
@@ -195,10 +192,7 @@ class ServerPlay:
             self._tell(ev.ProcessDied(at_s=self._stage.now_s, process=process, late=late))
             self._tasks.push()
 
-        if detected_s > 0:
-            self._stage.after(detected_s, tell)
-        else:
-            tell()
+        self._stage.soon(detected_s, tell)
 
     def _lose_server(self, server: int) -> None:
         self._servers_up.discard(server)
