@@ -150,6 +150,8 @@ class Stage:
             timer = heapq.heappop(self._timers)
             if not _counts(timer):
                 continue
+            # A transfer that ends a little later is not taken along: its rate may change by what ends now, and so its end.
+            # Timers keep theirs.
             if timer[2].flow is not None and timer[0] > self.now_s + _SAME_END_S:
                 later.append(timer)
             else:
@@ -184,6 +186,7 @@ class Stage:
             for flow in self._flows.divide(self.now_s):
                 self._due_at(flow.what, flow.ends_s)
 
+        # A timer for now is handled after all that was due now: where 1,000 transfers begin at once, rates are computed once.
         if self._dividing is None or self._dividing.ended:
             self._dividing = self.at(self.now_s, divide)
 

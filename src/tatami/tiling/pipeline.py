@@ -311,6 +311,10 @@ def _reach(task: PipelineTask, tau_s: float, in_flight: int) -> tuple[NDArray[np
         reach[1 << machine, machine] = stops[machine, 0]
     sets = np.arange(1 << machines)
     sizes = np.array([bin(each).count("1") for each in range(1 << machines)])
+    # Sets of one machine more each time, so that all that a set grows from is known. Example: 4 pieces, of which machine 0
+    # takes 2 s for each and machine 1 takes 1 s, and tau = 3 s. Alone they get to piece 1 and to piece 3. Both together get to
+    # 4, with either one at the end: 0 does the first piece and 1 the other three, or 1 the first three and 0 the last. Within 2
+    # s they get to 3 of 4, so that tau must be larger.
     for size in range(1, machines):
         of_size = sets[sizes == size]
         for machine in range(machines):

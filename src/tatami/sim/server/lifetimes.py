@@ -86,6 +86,8 @@ class Fates:
         lasts_s = life_s(setup.mtbf_s, seed=self._seed, kind="worker", number=worker, generation=generation)
         if setup.strikes == "computing":
             assert self._period is not None
+            # Example: a life of 100 s, where 60 s of each round of 75 s are computing. It ends after 80 s of computing, which
+            # is after 100 s of the run: as many die as if the whole time counted, and all of them while they compute.
             ends = lasts_s * self._computing_s(worker) / self._period.round_s
         else:
             ends = lasts_s + self._stage.now_s

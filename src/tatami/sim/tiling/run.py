@@ -154,6 +154,8 @@ class TilingPlay:
                 self._carry_out(decision)
                 return
         # The rank that ended first begins again now, on the stage's clock: the run's own is taken back to when it ended.
+        # Example: ranks end at 9 s and 10 s on both clocks. On the stage it is 10 s, and they begin again at 10 s and 11 s,
+        # which in the run is 9 s and 10 s: it is one second behind the stage from now on.
         self._ahead_s -= max(leads_s.values())
         self._next(leads_s)
 
