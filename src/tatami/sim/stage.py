@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -81,6 +81,21 @@ class Stage:
         going.flow = Flow(what=going, path=path, left_bytes=whole_bytes)
         self.at(self.now_s + path.latency_s, lambda: self._begins(going))
         return going
+
+    def send_all(self, transfers: Sequence[tuple[int, int, float]], then: Then) -> None:
+        """Begin several transfers, (source, target, bytes), at once; `then` when all have arrived, now where there are none."""
+        left = len(transfers)
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        if not transfers:
+            then()
+        for source, target, size_bytes in transfers:
+            self.send(source, target, size_bytes=size_bytes, then=arrived)
 
     def after(self, delay_s: float, then: Then) -> Going:
         """Let time pass."""

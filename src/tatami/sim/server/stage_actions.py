@@ -352,15 +352,6 @@ class SimulatedStorage:
         if not store or not hosts:
             self._stage.after(self._where.local_s if hosts else 0.0, then)
             return
-        left = len(hosts)
-
-        def moved() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                then()
-
-        for index, host in enumerate(hosts):
-            keeper = store[index % len(store)]
-            source, target = (keeper, host) if reads else (host, keeper)
-            self._stage.send(source, target, size_bytes=self._where.size_bytes, then=moved)
+        pairs = [(host, store[index % len(store)]) for index, host in enumerate(hosts)]
+        ways = [(keeper, host) if reads else (host, keeper) for host, keeper in pairs]
+        self._stage.send_all([(*way, self._where.size_bytes) for way in ways], then)
