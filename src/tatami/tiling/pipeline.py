@@ -279,6 +279,7 @@ def _extents(task: PipelineTask, tau_s: float, in_flight: int) -> NDArray[np.int
     found = np.empty((task.num_machines, pieces + 1), dtype=np.int64)
     for machine in range(task.num_machines):
         before = task.work_before_s[machine]
+        # The 1e-12: where tau is exactly what a stage takes, rounding in the sums must not cost it its last piece.
         by_time = np.searchsorted(before, before + (tau_s - task.step_s[machine]) * (1 + 1e-12), side="right") - 1
         kept = task.state_before_bytes + in_flight * task.activations_before_bytes
         by_memory = np.searchsorted(kept, kept + task.memory_bytes[machine], side="right") - 1
@@ -295,6 +296,8 @@ def _cuttable(task: PipelineTask, tau_s: float) -> NDArray[np.int64]:
     index = np.arange(pieces)
     for source in range(machines):
         for target in range(machines):
+            # Example: cuts in front of pieces 0 to 3 send 8, 8, 2 and 9 bytes, and there is room for 4. The last piece up to
+            # each of them that may be cut at is 0, 0, 2, 2, where 0 is no cut at all.
             thin = np.where(task.crossing_bytes <= room[source, target], index, 0)
             found[source, target, :pieces] = np.maximum.accumulate(thin)
     return found
