@@ -91,6 +91,7 @@ def pick(
     """The source of each (rank, member that it needs): its own disk where possible. None: a member has no good source left.
 
     Args:
+        candidate: a complete one.
         needs: of each rank, names of members.
         bad: sources that turned out to be damaged.
     """

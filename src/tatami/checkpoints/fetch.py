@@ -22,6 +22,7 @@ def fetch(
     Every file is verified by the rank that reads it; where one is damaged, all look for another source of it.
 
     Args:
+        candidate: a complete one.
         directory: of this rank.
         needs: of each rank, names of members.
 

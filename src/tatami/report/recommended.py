@@ -29,6 +29,7 @@ def recommendation(
     """The recommended plan in words, and who has no part in it, in lines of at most `width` characters.
 
     Args:
+        plan: priced as a run of those that have work.
         with_idle_s: seconds of an iteration where the others are started, too; said where they are clearly more.
         is_asked: whether it is what was asked for, and no recommendation.
     """

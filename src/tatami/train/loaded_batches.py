@@ -202,6 +202,7 @@ def check_ends(ends: dict[int, Any], *, size: int, batch: int, epoch: int) -> No
     Args:
         ends: by rank, those whose data end after `batch`; the same on all ranks.
         batch: counted from 1.
+        epoch: from 0.
 
     Raises:
         InputError: the data of some ranks end here, and those of others go on.
