@@ -80,7 +80,3 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
             "tatami.workload": ("Workload",),
         },
     )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

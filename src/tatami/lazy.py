@@ -9,16 +9,17 @@ from importlib.util import find_spec
 
 
 def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
-    """The `__getattr__` of a package.
+    """The `__getattr__` of a package, whose `dir` lists them as well.
 
     Args:
         package: its name; it has an `__all__`.
         modules: the public names of each module that is not imported at once.
     """
     homes = {name: module for module, names in modules.items() for name in names}
+    here = sys.modules[package]
+    vars(here)["__dir__"] = lambda: sorted({*vars(here), *here.__all__})
 
     def look_up(name: str) -> object:
-        here = sys.modules[package]
         if name not in homes:
             if name.isidentifier() and not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
                 return import_module(f"{package}.{name}")

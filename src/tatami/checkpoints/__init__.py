@@ -11,7 +11,3 @@ __all__ = ["MultiNodeCheckpoint", "Resumed"]
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(__name__, {"tatami.checkpoints.multi_node_checkpoint": ("MultiNodeCheckpoint", "Resumed")})
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -23,7 +23,6 @@ def fetch(
 
     Args:
         candidate: a complete one.
-        comm: the ranks.
         directory: of this rank.
         needs: of each rank, names of members.
 

@@ -189,8 +189,6 @@ class Writing:
     """What a rank writes of a checkpoint: in a thread, while the run goes on; begins when it is made.
 
     Args:
-        folder: of the checkpoint.
-        step: its step.
         name: of the member that this rank writes.
         data: what it writes; None: nothing.
 

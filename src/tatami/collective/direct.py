@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tatami.collective.halves import among_all
 from tatami.collective.pattern import AbstractPattern
-from tatami.collective.schedule import Phase, Schedule, check_problem
-from tatami.collective.step import RankGroup, Role, Step, Via
+from tatami.collective.schedule import Schedule
+from tatami.collective.step import RankGroup, Role, Step, Sync, Via
 
 WHOLE_BYTES = 16 * 1024
 """Up to this size every rank sends its whole vector to all others, in one phase: a message costs more than its bytes."""
@@ -121,13 +122,8 @@ def direct(ranks: int, size: int, *, element_bytes: int = 4, decided_by: int | N
         element_bytes: of one.
         decided_by: elements of the whole of which this is a segment: all its segments are summed alike. None: it is the whole.
     """
-    check_problem(ranks, size)
-    phases: tuple[Phase, ...] = ()
-    if ranks > 1 and size > 0:
-        groups = (RankGroup(ranks=tuple(range(ranks)), start=0, stop=size),)
-        if sends_whole(ranks, size if decided_by is None else decided_by, element_bytes=element_bytes):
-            phases = (Phase(groups=groups, what=WholeExchange()),)
-        else:
-            patterns = (DirectReduceScatter(via=Via.MESSAGE), DirectAllGather(via=Via.MESSAGE))
-            phases = tuple(Phase(groups=groups, what=pattern) for pattern in patterns)
-    return Schedule(algorithm="direct", ranks=ranks, size=size, phases=phases, order=DIRECT_ORDER, fixed_order=True)
+    patterns: tuple[AbstractPattern, ...] = (DirectReduceScatter(via=Via.MESSAGE), DirectAllGather(via=Via.MESSAGE))
+    if sends_whole(ranks, size if decided_by is None else decided_by, element_bytes=element_bytes):
+        patterns = (WholeExchange(),)
+    phases = ((pattern, Sync.ARRIVAL) for pattern in patterns)
+    return among_all("direct", *phases, ranks=ranks, size=size, order=DIRECT_ORDER, fixed_order=True)

@@ -40,19 +40,27 @@ class Halves:
     gather_sync: Sync = Sync.ARRIVAL
 
 
-def flat(algorithm: str, halves: Halves, *, ranks: int, size: int) -> Schedule:
-    """One group of all ranks: scatter, then gather."""
+def among_all(
+    algorithm: str,
+    *phases: tuple[AbstractPattern | Native, Sync],
+    ranks: int,
+    size: int,
+    order: str,
+    fixed_order: bool,
+) -> Schedule:
+    """One group of all ranks, which does one thing after another; nothing where there is one rank, or no element."""
     check_problem(ranks, size)
-    phases: tuple[Phase, ...] = ()
+    done: tuple[Phase, ...] = ()
     if ranks > 1 and size > 0:
         groups = (RankGroup(ranks=tuple(range(ranks)), start=0, stop=size),)
-        phases = (
-            Phase(groups=groups, what=halves.scatter, sync=halves.scatter_sync),
-            Phase(groups=groups, what=halves.gather, sync=halves.gather_sync),
-        )
-    return Schedule(
-        algorithm=algorithm, ranks=ranks, size=size, phases=phases, order=halves.order, fixed_order=halves.fixed_order
-    )
+        done = tuple(Phase(groups=groups, what=what, sync=sync) for what, sync in phases)
+    return Schedule(algorithm=algorithm, ranks=ranks, size=size, phases=done, order=order, fixed_order=fixed_order)
+
+
+def flat(algorithm: str, halves: Halves, *, ranks: int, size: int) -> Schedule:
+    """One group of all ranks: scatter, then gather."""
+    phases = ((halves.scatter, halves.scatter_sync), (halves.gather, halves.gather_sync))
+    return among_all(algorithm, *phases, ranks=ranks, size=size, order=halves.order, fixed_order=halves.fixed_order)
 
 
 def nested(algorithm: str, halves: Halves, *, rows: Sequence[Sequence[int]], size: int, across: Flat) -> Schedule:

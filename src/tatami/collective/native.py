@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from tatami.collective.halves import Halves
+from tatami.collective.halves import Halves, among_all
 from tatami.collective.pattern import Native
-from tatami.collective.schedule import Phase, Schedule, check_problem
-from tatami.collective.step import RankGroup, Role
+from tatami.collective.schedule import Schedule
+from tatami.collective.step import Role, Sync
 
 ORDER = "as the communicator's library chooses, by size and ranks"
 
@@ -21,9 +19,5 @@ def native(ranks: int, size: int) -> Schedule:
 
     Order of the sum: the library's. Whether it is the same in every run is the library's promise, so none is made here.
     """
-    check_problem(ranks, size)
-    everyone: Sequence[RankGroup] = (
-        (RankGroup(ranks=tuple(range(ranks)), start=0, stop=size),) if ranks > 1 and size > 0 else ()
-    )
-    phases = tuple(Phase(groups=(group,), what=Native(role=Role.ALL_REDUCE)) for group in everyone)
-    return Schedule(algorithm="native", ranks=ranks, size=size, phases=phases, order=ORDER, fixed_order=False)
+    phase = (Native(role=Role.ALL_REDUCE), Sync.ARRIVAL)
+    return among_all("native", phase, ranks=ranks, size=size, order=ORDER, fixed_order=False)

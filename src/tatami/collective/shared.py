@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tatami.collective.direct import DirectAllGather, DirectReduceScatter, SharedAllReduce
-from tatami.collective.halves import Halves
-from tatami.collective.schedule import Phase, Schedule, check_problem
-from tatami.collective.step import RankGroup, Sync, Via
+from tatami.collective.halves import Halves, among_all
+from tatami.collective.schedule import Schedule, check_problem
+from tatami.collective.step import Sync, Via
 from tatami.errors import ScheduleError
 
 SHARED_ORDER = "part j of k: rank j first, then j + 1, ... around to j - 1"
@@ -44,6 +44,5 @@ def shared(ranks: int, size: int, *, hosts: Sequence[str] | None = None) -> Sche
             f"shared needs all ranks on one host, and these are on {len(set(hosts))}: {', '.join(sorted(set(hosts))[:4])}; "
             "use hierarchical, which shares a window inside each host"
         )
-    groups = (RankGroup(ranks=tuple(range(ranks)), start=0, stop=size),) if ranks > 1 and size > 0 else ()
-    phases = tuple(Phase(groups=(group,), what=SharedAllReduce(), sync=Sync.BARRIER) for group in groups)
-    return Schedule(algorithm="shared", ranks=ranks, size=size, phases=phases, order=SHARED_ORDER, fixed_order=True)
+    phase = (SharedAllReduce(), Sync.BARRIER)
+    return among_all("shared", phase, ranks=ranks, size=size, order=SHARED_ORDER, fixed_order=True)

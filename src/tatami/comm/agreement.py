@@ -60,7 +60,6 @@ def same_everywhere(
     """Refuse facts that differ between ranks. Collective.
 
     Args:
-        comm: the ranks.
         facts: by name; their order counts as well. Two values are the same where `==` says so after they were pickled.
         where: the operation that needs them, for the message.
         error: what to raise.
@@ -108,8 +107,6 @@ def all_or_none(
     """What `action` returns on this rank, if it succeeds on all ranks. Collective.
 
     Args:
-        comm: the ranks.
-        action: what each rank does.
         what: what has happened where it fails, as in "the file could not be written".
         error: what to raise.
 

@@ -63,7 +63,6 @@ class Program:
 
     Attributes:
         vector: (size,) this rank's contribution before `run`, the result after.
-        actions: one after the other.
     """
 
     vector: torch.Tensor

@@ -74,7 +74,6 @@ class Copy:
     """A process made by `start_copy`, as `subprocess.Popen` shows one that it made.
 
     Attributes:
-        pid: its number.
         returncode: how it ended, or the negative number of the signal; None while it runs.
     """
 
@@ -104,8 +103,6 @@ def start_copy(words: Sequence[str], *, environ: Mapping[str, str], stdin: int, 
 
     Args:
         words: `script.py ...` or `-m module ...`.
-        environ: its environment.
-        stdin, stdout: open files.
         pass_fds: open files that it has too, under the same numbers.
 
     Raises:

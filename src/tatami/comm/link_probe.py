@@ -43,7 +43,6 @@ def measure_links(
         small_repeats, large_repeats: exchanges to take the median of, fewer where they take seconds.
         large_bytes: size of a large message.
         pairs: of hosts, in sorted order; all where None.
-        clock: for tests.
 
     Returns:
         By pair of host names in sorted order, both the same for a host's own local link; a host with one rank has none.

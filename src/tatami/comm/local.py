@@ -48,8 +48,6 @@ class LocalJob:
     """The ranks of one job on this machine.
 
     Args:
-        command: what each rank runs.
-        ranks: how many.
         environ: their variables; each gets some more.
         show: is given what they print.
         program: of Python, its words as `run_program` takes them: ranks are copies of this process that run it, not `command`.

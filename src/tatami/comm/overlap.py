@@ -162,6 +162,8 @@ class SharedOverlap(AbstractOverlap):
     def begin(self, index: int) -> None:
         self._rounds[index] += 1
         self._window.make_visible()
+        # A count, and not a flag: a flag would have to be taken down before the next round, by a rank that cannot know who has
+        # seen it. In round 5, counts of 5 and 4 say that rank 1 has not come yet.
         self._begun[self._here.rank][index] = self._rounds[index]
         self._open.append(index)
 
@@ -247,11 +249,9 @@ class _Sums:
     """Nonblocking sums of vectors over all ranks, begun on all of them in the order of the vectors.
 
     Args:
-        comm: the ranks.
         dtype: of the vectors. Half precision in host memory, which libraries do not sum, goes by schedules of messages: it
             travels as it is, is added up in float32, and rounded once for all ranks.
         on_cpu: whether the vectors of all ranks are in host memory.
-        hosts: of each rank.
     """
 
     def __init__(self, comm: AbstractCommunicator, *, dtype: torch.dtype, on_cpu: bool, hosts: Sequence[str]) -> None:
@@ -265,6 +265,8 @@ class _Sums:
     def add(self, index: int, vector: torch.Tensor) -> None:
         """Vector `index`, which has the same size each time, may be summed; its sum begins when all before it have begun."""
         self._ready[index] = vector
+        # Libraries match nonblocking collectives by the order of the calls. If vectors 0 and 1 became ready here in this order
+        # and on another rank in the other one, 0 of the one would be added to 1 of the other; so 1 waits for 0 everywhere.
         while self._next in self._ready:
             self._under_way[self._next] = self._begin(self._next, self._ready.pop(self._next))
             self._next += 1

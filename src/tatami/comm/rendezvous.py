@@ -154,11 +154,7 @@ class Door:
 
 
 class AbstractMeeting(ABC):
-    """How the ranks of a job find each other.
-
-    Attributes:
-        door: of this rank.
-    """
+    """How the ranks of a job find each other."""
 
     door: Door
 

@@ -84,12 +84,10 @@ class BoundRound:
     """A round on the memory of one vector.
 
     Args:
-        comm: the ranks.
         receives: (memory, from whom).
         sends: (values, to whom).
         sums: (memory, what is added up there), when all has arrived.
         op: how it is added up.
-        tag: of the messages.
     """
 
     def __init__(
@@ -144,7 +142,6 @@ class MessageSum:
     back to all ranks, the parts of the next still come together, so that links have no gap between the rounds of a piece.
 
     Args:
-        comm: the ranks of the schedules.
         schedules: what to carry out, for each piece.
         tag: of the messages of the first piece.
 

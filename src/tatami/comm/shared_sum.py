@@ -31,10 +31,7 @@ def loads_and_stores(
     """The steps that `rank` issues in one round, as one action, or none.
 
     Args:
-        steps: in their order.
         vectors: (size,) of every rank in the window.
-        rank: this one.
-        op: what `reduce` means.
         divisor: what sums are divided by before they are stored; None: not at all.
     """
     calls: list[BoundCall] = []

@@ -56,7 +56,6 @@ class ShortSum:
     """Sums of float64 vectors over the ranks of one communicator; collective. `comm.attached(ShortSum, ShortSum)` shares one.
 
     Args:
-        comm: the ranks.
         by_messages: sums a tensor (size,) in place where no memory is shared; None: the communicator's all-reduce.
         in_memory: take shared memory where there is any; its waits do not end when a rank dies.
     """

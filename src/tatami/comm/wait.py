@@ -77,9 +77,6 @@ def wait_until(
 
     Args:
         done: whether it is over; asked again and again.
-        policy: how to wait.
-        timeout_s: for how long at most.
-        clock: for the time.
         doing: what this wait is, for others who ask.
         peer: the rank that it is for; None: all of the communicator.
 

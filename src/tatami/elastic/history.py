@@ -18,7 +18,6 @@ class RunHistory:
     """The history of one run.
 
     Args:
-        clock: of the run.
         tell: given each change of the members when it is done; not their first formation.
 
     Attributes:

@@ -15,7 +15,6 @@ class Assignment:
     """What a process is told when it is started.
 
     Attributes:
-        name: of the member.
         members: of its first group; this one alone where it joins a run.
         joins: it joins a run that is under way.
         store: host and port of the store by which groups are formed.

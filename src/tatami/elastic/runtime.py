@@ -69,8 +69,6 @@ class ElasticRuntime(AbstractRun[MemberEvent, Action], ElasticControl):
     """One run. Members are p0, p1, ... in the order in which they are started; a name is not used twice.
 
     Args:
-        settings: of the run.
-        context: of the run.
         assignment: of every rank, without its name and its members.
         spec: a reference to what every rank runs; see `RankSpec`.
         watch: of Ray's own processes.

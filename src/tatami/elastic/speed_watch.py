@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tatami.model.model import TiledModel
-from tatami.retiling import Decision, Retiler, StagedWatcher, Watcher
+from tatami.retiling import Decision, Retiler
 from tatami.train.own_times import OwnTimes
+from tatami.train.retiling import watcher_of
 
 _FIRST_S = 0.2
 """What a re-tiling costs beside its rows until one was measured: all ranks stop, and form a new group."""
@@ -25,20 +26,7 @@ class SpeedWatch:
 
     def __init__(self, model: TiledModel, *, times: OwnTimes) -> None:
         self.names = model.names
-        self._watcher: Watcher | StagedWatcher
-        if model.stage is None:
-            self._watcher = Watcher(
-                Retiler(), cluster=model.cluster, workload=model.workload, layout=model.layout, known_speeds=model.speeds_known
-            )
-        else:
-            assert model.staged is not None
-            self._watcher = StagedWatcher(
-                cluster=model.cluster,
-                workload=model.staged.workload,
-                layout=model.stage.layout,
-                cost=model.staged.cost,
-                stages=model.staged.stages,
-            )
+        self._watcher = watcher_of(model, Retiler())
         self._watcher.moved(_FIRST_S)
         self._times = times
         self._times.moved(0.0)

@@ -81,7 +81,6 @@ class Crew(Generic[_Name]):
     """Keeps members by name, which may be a number.
 
     Args:
-        process: the class of the actors.
         on_up: called with a member that is ready.
         on_gone: called with a member that has died, or that is late: then it is still kept, until `kill`.
     """

@@ -137,7 +137,6 @@ class RayWatch:
         processes: see `ray_processes`.
         clock: tells how long things take.
         tell: is given the fault before this process may be ended.
-        leave: ends this process.
     """
 
     def __init__(

@@ -28,11 +28,9 @@ class AbstractRun(ABC, Generic[_Event, _Action]):
 
     Args:
         handle: gives an event to the state machine, and returns the actions that answer it, in their order.
-        clock: of this process.
         watch: of Ray's own processes.
         nodes: where processes are started.
         heartbeat_s: a process that is silent for longer is reported as late.
-        pool: of processes that outlive runs.
         tick_s: a turn waits so long where the processes have nothing to report.
     """
 

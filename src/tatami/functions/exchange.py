@@ -29,7 +29,6 @@ class Outgoing(NamedTuple):
     """What one peer is sent.
 
     Attributes:
-        peer: its rank.
         number: see `Head`.
         content: the structure.
         tensors: its leaves, as indices into the tensors of the exchange; a tensor may go to several peers.
@@ -54,17 +53,14 @@ class Exchange:
 
     Attributes:
         name: of the operation, one of `OPERATIONS`.
-        kind: of its messages.
         tag: of point-to-point messages; the root of a collective that has one, else 0.
         outgoing: what is sent, at most once to each peer.
         sources: peer and number of what comes, in the order in which it is returned.
-        location: the line of user code.
         pattern: what every structure that comes must look like, where it must.
         same_shapes: whether shapes and dtypes must agree with the pattern too.
         arrived: the tensors that came, until they are recorded.
         received: what is needed to answer what came.
         chain: that it is on, once it is recorded.
-        index: on its chain.
         _asked: messages that want an answer, with their serials.
         _is_asked: whether something that came wants one.
     """

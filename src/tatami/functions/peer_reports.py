@@ -79,12 +79,15 @@ class PeerReports:
         behind = self._num_collectives - head.number
         if behind < 1 or behind > len(self._history):
             return None
-        name, root, location = self._history[-behind]
+        return self._other_call(peer, head, their_location, *self._history[-behind])
+
+    def _other_call(self, peer: int, head: Head, their_location: bytes, name: str, root: int, location: bytes) -> str | None:
         theirs = OPERATIONS[head.operation]
         if theirs != name:
             return self.disagreement(peer, theirs, their_location, name, location)
         if head.tag != root:
-            return self._different_roots(peer, head.tag, their_location, name, root, location)
+            sides = self._sides(peer, their_location, location)
+            return f"{name}: {sides} name different roots: {head.tag} and {root}; all ranks must name the same root"
         return None
 
     def disagreement(self, peer: int, theirs: str, their_location: bytes, name: str, location: bytes) -> str:
@@ -100,13 +103,9 @@ class PeerReports:
         """Why what a peer gives is not part of the collective `name` here; `mine` is what it must look like, where it must."""
         peer, head = message.peer, message.head
         their_location, theirs = message.label.location, message.label.content
-        operation = OPERATIONS[head.operation]
-        if operation != name:
-            return self.disagreement(peer, operation, their_location, name, location)
-        if head.tag != root:
-            return self._different_roots(peer, head.tag, their_location, name, root, location)
-        if mine is None or mine.wire == theirs.wire:
-            return None
+        problem = self._other_call(peer, head, their_location, name, root, location)
+        if problem is not None or mine is None or mine.wire == theirs.wire:
+            return problem
         where = self._sides(peer, their_location, location)
         if skeleton(mine.spec, shapes=same_shapes) == skeleton(theirs.spec, shapes=same_shapes):
             return None
@@ -115,12 +114,6 @@ class PeerReports:
 
     def _sides(self, peer: int, their_location: bytes, location: bytes) -> str:
         return f"rank {peer} at {their_location.decode()} and rank {self.rank} at {location.decode()}"
-
-    def _different_roots(self, peer: int, their_root: int, their_location: bytes, name: str, root: int, location: bytes) -> str:
-        return (
-            f"{name}: {self._sides(peer, their_location, location)} name different roots: {their_root} and {root}; all ranks "
-            "must name the same root"
-        )
 
     def pass_problem(self, peer: int, *, chain: int, their_location: bytes, name: str, location: bytes) -> str:
         """Why a message of another forward pass of a peer must not be taken in this rank's forward pass `chain`."""

@@ -149,6 +149,9 @@ class BucketedSums(AbstractGradientSums):
         self._learns -= 1
         if self._learns or self._comm.size == 1:
             return
+        # Buckets are summed element by element, so that all ranks must cut them in the same way: in the order of one of them.
+        # What is late on any rank goes to the end: a bucket leaves when its last gradient is there, and one that is whole only
+        # when the pass is over would keep all others of its bucket until then.
         orders, late = zip(*self._comm.allgather_object((self._order, self._late)), strict=True)
         self._late = set().union(*late)
         rest = [index for index in reversed(range(len(self._parameters))) if index not in set(orders[0])]
@@ -178,6 +181,7 @@ class BucketedSums(AbstractGradientSums):
                 algorithm=self._algorithm,
                 has_numbers=self._has_numbers,
             )
+            # Where sums are delivered a pass late, one set is on its way while the next pass fills the other.
             for _ in range(2 if self._is_stale else 1)
         ]
 

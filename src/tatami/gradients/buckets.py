@@ -205,6 +205,10 @@ class BucketSet:
 
     def _begin(self, number: int) -> None:
         layout, vector, sums, index = self._vectors[number]
+        # The flags are summed with the gradients. For gradients of 6 and 4 elements `starts` is (0, 6, 10), and elements 10 and
+        # 11 are flags: sums of 2 and 1 on two ranks say that the second gradient came from one of them (the other gave zeros),
+        # and a sum of 0 that no rank had one, so that `.grad` stays None, as on one machine, and the optimizer leaves the
+        # weight alone.
         used = vector[layout.starts[-1] : layout.size].fill_(1.0)
         if self._missing[number]:
             for place, parameter in enumerate(layout.parameters):

@@ -160,6 +160,10 @@ class GradientEngine:
                 self._sums.begin(self._trained())
         layout = self._layout()
         # Losses of earlier iterations may still be alive, with their graphs; their backward passes are over.
+        # Gradients of several open passes meet in one `.grad`, which can be multiplied by one weight only: that of the first
+        # pass. An example: replicas have 3 and 5 of 8 samples, and then 2 and 3 of 5, before any backward pass. At the
+        # parameters of replica 0 everything is weighed by 3/8, and what comes through the second output by (2/5) / (3/8) =
+        # 16/15 before.
         others = [
             each.weights for each in self._open if not (each.is_used or each.is_part or self.in_parts) and each.layout is layout
         ]
@@ -284,8 +288,13 @@ class GradientEngine:
         assert found is not None
         if self._defers or self._has_deferred:
             # Already a part of the sum, so that what a rank without samples finds must be 0 even where it is not a number.
+            # The pass that sums at last takes the mean over the replicas. Shares of 3/8 and 5/8 become 3/4 and 5/4 here, and
+            # half of their sum is 3/8 a + 5/8 b; of a gradient g that was equal on both before, half of the sum is g again.
             scale = found.weight * len(found.weights)
             return grad if scale == 1.0 else grad * scale if scale else torch.zeros_like(grad)
+        # Without this, what earlier passes left in `.grad`, the same on all ranks, would be summed again. Example: `.grad` is 4
+        # on both of two ranks, and this pass adds weighed parts 1 and 2. The sum of `.grad` would be 11 (5 + 6), and not 7 (4 +
+        # 3).
         if parameter not in self._before:
             self._before[parameter] = parameter.grad
             parameter.grad = None
@@ -295,6 +304,9 @@ class GradientEngine:
             self._part_weight = self._part_weight or found.weight
             return grad if found.weight == self._part_weight else grad * (found.weight / self._part_weight)
         if self._sums is not None and grad.layout is torch.strided:
+            # A reentrant checkpoint runs backward passes of its own, each with another number of a graph task, and each brings
+            # a part of the gradient here. Only one that finds no such part in `.grad`, and is of the outermost task, is whole,
+            # and may leave in its bucket at once.
             is_whole = parameter.grad is None and _internals._current_graph_task_id() == self._outermost
             self._sums.put(parameter, grad, found.weight, is_whole=is_whole)
         return None
@@ -362,6 +374,9 @@ class GradientEngine:
             )
 
     def _queue(self) -> None:
+        # Autograd has no callback for a pass that ends by an error, such as one that a user's hook raises: it drops those that
+        # it has. `finish` alone holds the token, so that it dies with the callback, and `_on_broken_pass` puts back what was
+        # put aside.
         token = _Token()
         self._token = weakref.ref(token, functools.partial(_on_broken_pass, weakref.ref(self)))
         self._outermost = _internals._current_graph_task_id()
@@ -472,6 +487,8 @@ class GradientEngine:
     def _sum(self, found: ForwardPass) -> None:
         if found.layout is not self._layout():
             raise _retiled()
+        # Micro-batches: the first one that counts gives the weight of all, and each later one was multiplied by its own over
+        # that. With weights 0.2 and 0.1, `.grad` is a + b / 2 now, and 0.2 times that is 0.2 a + 0.1 b.
         weight = self._part_weight if found.is_part else found.weight
         trained = self._trained()
         if self._has_deferred:
@@ -492,6 +509,8 @@ class GradientEngine:
             self._deliver(trained, [grad if grad is None or weight == 1.0 else grad * weight for grad in own])
             return
         try:
+            # One number travels for two facts that all ranks must agree on: the size of the batch, and how many forward passes
+            # led here.
             samples, self._num_begun = PASSES * (self._last or found).samples + self._num_begun % PASSES, 0
             sums = self._sums.finish(trained, own, weight=weight, samples=samples)
         except InputError:  # the same on all ranks: nothing is left of the pass

@@ -120,7 +120,6 @@ def measure_curves(
 
     Args:
         passes_of: what is computed for so many samples; may raise for more than `first`.
-        comm: the ranks.
         first: the fewest samples.
         share: how many samples a rank would have if all had as many.
         whole: samples of all ranks together; None: no rank is timed with more than `share`.
@@ -251,7 +250,6 @@ def measure_network_curves(
     Args:
         model: the whole network, on the device that is to be timed; running statistics and random state are put back.
         sample: its inputs, there as well; they are repeated along their first axis.
-        comm: the ranks.
         batch_size: of all ranks together.
         sample_bytes: what a pass keeps for each sample.
         clock, pace: see `tatami.clock`.

@@ -285,6 +285,9 @@ class Membership:
         """All have stopped: settle what is open, and say how it goes on."""
         change, self._change = self._change, None
         if change is not None:
+            # A death in the middle of a change. The change ends in a section of its own, which follows the same rule: if any
+            # has passed it, all have their rows, and the new layout holds; if none has, it was never there, and its newcomers
+            # wait again.
             if any(told.sections > change.sections for told in self._halted.values()):
                 self._adopt(change)  # some have committed it, so all can
             else:
@@ -294,6 +297,10 @@ class Membership:
             self._stop_or_return(f"{self._why}, and no rank is left that holds the network")
             return
         # Not less than was decided before: those that had passed may have died before the others were told to finish.
+        # Example: a death in section 8. Survivors a, b and c have passed 8, 7 and 7: a has the sums, so that everyone had
+        # completed the body, the dead one too. b and c are given the outcome and commit (`finish`), and section 9 is next. With
+        # 7, 7 and 7 no member has committed anything, and all do section 8 again. 8, 7 and 6 cannot be: no member passes 8
+        # before all have completed its body, and so passed 7.
         passed = max(self.sections, *(told.sections for told in self._halted.values()))
         finish = tuple(name for name, told in self._halted.items() if told.sections == passed - 1)
         self._outcome = next((told.outcome for told in self._halted.values() if told.sections == passed), self._outcome)

@@ -349,8 +349,6 @@ def workload_of(
     """The workload of `model` with the blocks that `find_blocks` found in it.
 
     Args:
-        model: the network, whole.
-        found: its blocks.
         samples: the global batch.
         wire: to what sums are rounded on their way; None: they travel as they are.
         local_statistics: whether batch normalization takes the statistics of each replica's samples, and sums nothing.

@@ -40,7 +40,6 @@ def refuse_inexact(
     """Refuse layers whose result would depend on the tiling.
 
     Args:
-        model: the network.
         followed: modules that run a program of their own, in which random numbers are drawn for the whole batch.
         captured: what was seen on a sample batch; None where there was none.
         written: the weights that its forward passes have changed.

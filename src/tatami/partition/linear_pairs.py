@@ -158,8 +158,6 @@ def pair_block(model: nn.Module, names: PairNames, *, rows: float = 1.0) -> Bloc
     """The facts of a pair.
 
     Args:
-        model: the network.
-        names: of the pair.
         rows: that go through it for each sample: a sample of a sequence has tokens.
     """
     first, second = model.get_submodule(names.first), model.get_submodule(names.second)

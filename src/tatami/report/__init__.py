@@ -55,7 +55,3 @@ if not TYPE_CHECKING:
             "tatami.report.watched": ("draw_watched",),
         },
     )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -92,7 +92,6 @@ def machine_table(lines: Sequence[MachineLine], *, names: Mapping[str, str], wid
     Args:
         lines: of all machines that have a tile.
         names: what machines are called, by the names of their processors.
-        width: characters.
     """
     groups = similar(lines)
     total_s = max(each.time.total_s for each in lines)

@@ -29,9 +29,7 @@ def recommendation(
     """The recommended plan in words, and who has no part in it, in lines of at most `width` characters.
 
     Args:
-        plan: the recommended one, priced as a run of those that have work.
-        cluster: what it was planned for.
-        width: characters.
+        plan: priced as a run of those that have work.
         with_idle_s: seconds of an iteration where the others are started, too; said where they are clearly more.
         is_asked: whether it is what was asked for, and no recommendation.
     """
@@ -52,10 +50,8 @@ def recomputing_words(plan: Plan | StagedPlan, otherwise: Mapping[str, float], *
     """A sentence that says which machines recompute activations, and what that costs and saves; empty where none does.
 
     Args:
-        plan: the recommended one.
         otherwise: what each processor would keep, in bytes, if none recomputed.
         times: how often they compute their work.
-        cluster: what it was planned for.
     """
     names = plan.layout.recomputes
     if not names:
@@ -87,11 +83,8 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
     """The time of an iteration, where it goes, and what keeps it from the ideal, in lines of at most `width` characters.
 
     Args:
-        plan: the recommended one.
-        cluster: what it was planned for.
         found: its limits.
         is_measured: speeds are flop/s, so that seconds are more than a guess.
-        width: characters.
     """
     cost = plan.predicted
     sums = "tensor-parallel sums" if plan.layout.deepest > 1 else "sums of batch normalization"
@@ -146,7 +139,6 @@ def plan_table(
         plans: of the planners, the best one among them.
         best: the recommended one.
         weighted, alone: None where memory does not allow it.
-        cluster: what they were planned for.
         staged: the best plan with stages; None where there is none.
         network: what it is called in the title.
         is_asked: whether the best one is what was asked for, and no recommendation.

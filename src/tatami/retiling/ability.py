@@ -63,8 +63,6 @@ class Balance:
 
     Attributes:
         ratio: the shortest over the longest time per iteration; 1 is perfect.
-        fastest: who had the shortest.
-        slowest: who had the longest.
         error: relative standard error of `ratio`, from the scatter of the points.
     """
 

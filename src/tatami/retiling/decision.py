@@ -81,7 +81,6 @@ def tell(verdict: Verdict, *, check: int, iteration: int, old: Tiling, new: Tili
     Args:
         verdict: of the rule.
         check: which check, from 1.
-        iteration: after which iteration.
         old: the tiling so far.
         new: the tiling from now on.
         moved: rows of units that a rank receives.

@@ -213,6 +213,8 @@ class Estimates:
         given = np.array([speed_at(speed, work) for speed, work in zip(self._cluster.speeds.values(), flop, strict=True)])
         speeds = 1.0 / self._last
         known = np.isfinite(speeds)
+        # Example: the given speeds are 1, 1.5 and 2, and the first two were found to do 2e9 and 3e9 work a second. Both are 2e9
+        # times what was given, and so the third one is taken to do 4e9.
         scale = np.sort((speeds / given)[known])[known.sum() // 2] if known.any() else 1.0
         filled: Vector = np.where(known, speeds, given * scale)
         return filled

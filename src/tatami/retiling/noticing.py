@@ -118,6 +118,10 @@ class Detector:
         valid: Mask = np.greater(values, 0)
         self._keep(values, valid)
         z = _in_noises(values / self.level, precision=self._precision, clip=self._clip, far_clip=self._far_clip)
+        # Example: of 8 ranks with 2 % of noise one becomes 20 % slower. log(1.2) / 0.02 = 9.1 is clipped to 3.27, so that each
+        # sample adds 3.27 - 1.5 = 1.77 to the fast sum: 1.77, 3.54, and 5.31 > h = 4.87, an alarm with the third one. Two
+        # samples, whatever they are, stay below; of such that take more than twice as long, which are clipped at 2.80, three
+        # do. Noise of one sigma adds 1 - 1.5 < 0, and the sum falls back to 0.
         rises = self._signs * z
         rises -= self._k
         # Sums stay where there is no sample, and at 0 where level or noise are not known yet, so that z is NaN.

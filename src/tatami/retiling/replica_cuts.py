@@ -14,7 +14,6 @@ def recut(layout: Layout, *, speeds: Mapping[str, float], units: int) -> Layout:
     """Same replicas, members, order and widths; only the cuts inside each replica move (section 5).
 
     Args:
-        layout: the layout in force.
         speeds: of every processor in it, > 0.
         units: no processor gets less than one of these.
     """

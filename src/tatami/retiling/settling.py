@@ -62,6 +62,8 @@ def settling(situation: Situation) -> Verdict:
     if not sure:
         return keep(f"{below}, but the noise is {retiler.certainty:g} x {seen.error:.2f}", settled=True)
     whole_only = situation.first or seen.ratio < retiler.t_whole
+    # With a `min_gain` of 0.05, the first two re-mappings in a row must gain 0.05 each, the third 0.1, the fourth 0.2, and all
+    # that follow 0.4.
     bar = max(retiler.min_gain, min(HIGHEST_BAR, retiler.min_gain * 2 ** max(0, situation.streak - QUICK + 1)))
     kind, layout, gain = _choose(situation, speeds, whole_only=whole_only, bar=bar)
     if gain < bar:
@@ -79,6 +81,7 @@ def settling(situation: Situation) -> Verdict:
 
 
 def _sure(seen: Balance, line: float, certainty: float) -> bool:
+    # A ratio of 0.75 that is known to 3 % may as well be 0.82: with 3 standard errors it is not surely below a line of 0.8.
     return seen.ratio * (1 + certainty * seen.error) < line
 
 

@@ -32,10 +32,7 @@ class Situation:
     """One check, before anything is decided.
 
     Attributes:
-        retiler: the settings.
         cluster: all processors, at the speeds that the run started with.
-        workload: what is laid out.
-        layout: the layout in force.
         recent: the last L iterations, as far as they came after the last re-mapping.
         kept: the windows of the last few checks since the last re-mapping, `recent` among them.
         last: the last estimates, by signal and processor, of all that were ever measured.

@@ -234,6 +234,8 @@ class Watcher(AbstractDecider):
             account = self._accounts.setdefault(level.kind, Rental())
             rate_s = self._stay_s - level.iteration_s
             counted_s = was_s - old[level.kind].iteration_s if level.kind in old else 0.0
+            # With an alarm after iteration 103 for a change that began with 101, `lost` is 3: iterations that went by
+            # unnoticed.
             # What an iteration has cost since the change began is known only now.
             account.lose(lost * max(0.0, rate_s - counted_s))
         self._glance(iteration, tuple(speeds.values()))
@@ -248,6 +250,9 @@ class Watcher(AbstractDecider):
             return
         gain_s, before_s = self._promise
         self._promise = None
+        # Example: a move from 100 ms an iteration was to gain 20 ms, and it takes 94 ms since. Less than half came true, so the
+        # next move must be worth four times its price; where that one keeps its promise, the one after it twice, and the next
+        # its price.
         held = before_s - self._stay_s >= gain_s / 2
         self._distrust = max(1.0, self._distrust / 2) if held else 4 * self._distrust
 

@@ -211,6 +211,9 @@ class GradientExchange:
                 request.wait()
             else:
                 times.wait(request, transfer.peer)
+            # Messages may be sent from where the gradients lie (`_room`). With two replicas each sends all its units and adds
+            # to the same ones, which must have left by then; with more, a rank sends the parts that others sum, and adds to the
+            # part that it sums.
             if self._num_replicas == 2:  # each has sent all that it now adds to
                 for sent in begun.sends:
                     sent.wait()
@@ -305,6 +308,8 @@ def _sum_in_order(
         tensors: of this rank's replica; `own` has the same, one after the other, as it travels.
         heard: of every other replica, as `own`; that of the first one is overwritten.
     """
+    # Floats: (1e8 + 1) - 1e8 is 0 in float32, and (1e8 - 1e8) + 1 is 1. If each rank began with its own part, ranks would end
+    # with other bits, and replicas would drift apart.
     contributions = [own if replica == mine else heard[replica] for replica in range(num_replicas)]
     if mine == 0 and num_replicas > 1:  # a + b has the bits of b + a, and what was received is memory to add to
         contributions[:2] = contributions[1::-1]

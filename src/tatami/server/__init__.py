@@ -53,7 +53,3 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
             "tatami.server.training": ("resume", "train"),
         },
     )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -182,6 +182,9 @@ class Coordinator:
         if isinstance(event, ev.ShardCopied):
             self._upkeep.one_copied(event.order)
             return self._upkeep.is_copied
+        # Clipping needs the length of the whole gradient before any shard may be applied: for this there is SUM, a round trip
+        # that runs without `clip_norm` do not make. With squared norms of 9 and 16 on two shards, both are clipped by a length
+        # of 5.
         norm = event.squared_norm if isinstance(event, ev.ShardSummed) else None
         self._commit.done(order.shard, order.server, squared_norm=norm)
         return not self._commit.is_awaited
@@ -322,6 +325,8 @@ class Coordinator:
     def _clocks_afterwards(self) -> dict[int, int]:
         contributions = self._commit.contributions
         if self.settings.consistency.lockstep:
+            # All workers are done with the round, also one whose update was dropped: a push of it that is still on its way is
+            # refused.
             return dict.fromkeys(self.places, contributions[0].round + 1)
         return dict(self.clocks) | {each.worker: each.round + 1 for each in contributions}
 

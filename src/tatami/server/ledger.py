@@ -23,12 +23,8 @@ class Ledger:
     """Keeps them.
 
     Args:
-        recovery: name of the policy.
         start: the version that the run begins with.
         sinks: where every entry is written as well.
-
-    Attributes:
-        failures: in the order in which they were noticed.
     """
 
     def __init__(self, *, recovery: str, start: int, sinks: Sequence[Sink] = ()) -> None:

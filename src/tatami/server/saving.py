@@ -74,9 +74,7 @@ class Terms:
     """What the processes and the disk must know of a run.
 
     Attributes:
-        settings: of the run.
         pickled_spec: a `WorkerSpec`, for the workers.
-        data: the data set, for the workers.
         first: all parameters at the start, (elements,).
         snapshots: of each shard, where the run goes on from a checkpoint.
         whole_batch: samples by which an update that is applied alone is divided; None where all of a round are.

@@ -34,7 +34,6 @@ class ShardServer:
 
     Args:
         shards: the first parameters of each shard, by its number.
-        optimizer: takes the steps.
         clip_norm: the longest gradient over all shards; None for no clipping.
         whole_batch: samples by which an update that is applied alone is divided; None divides by those that arrived.
     """

@@ -183,6 +183,8 @@ def rates_of(flows: Iterable[Flow]) -> dict[Flow, float]:
         for flow in rising:
             for lane, part in flow.path.lanes.items():
                 weights[lane] = weights.get(lane, 0.0) + part * flow.weight
+        # Example: x takes lane A (10 bytes/s), z takes B (4 bytes/s), and y takes both. All rise to 2, where B is full: y and z
+        # keep 2. x goes on alone with the 8 that are left of A.
         level = min(left[lane] / weight for lane, weight in weights.items())
         level = min(level, min(flow.path.most_bytes_per_s / flow.weight for flow in rising))
         until = level * (1 + _EQUAL)

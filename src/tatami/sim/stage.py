@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,13 +29,10 @@ class Going:
 
     Attributes:
         number: in the order in which things were started.
-        then: called when it ends.
         at_s: when it is due; infinity while that is not known.
         flow: of a transfer that shares links.
-        size_bytes: of a transfer.
         rate_bytes_per_s: of a transfer that shares no link.
         moves: whether the latency of a transfer that shares links is over.
-        is_held: it stands still.
     """
 
     number: int
@@ -85,9 +82,31 @@ class Stage:
         self.at(self.now_s + path.latency_s, lambda: self._begins(going))
         return going
 
+    def send_all(self, transfers: Sequence[tuple[int, int, float]], then: Then) -> None:
+        """Begin several transfers, (source, target, bytes), at once; `then` when all have arrived, now where there are none."""
+        left = len(transfers)
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        if not transfers:
+            then()
+        for source, target, size_bytes in transfers:
+            self.send(source, target, size_bytes=size_bytes, then=arrived)
+
     def after(self, delay_s: float, then: Then) -> Going:
         """Let time pass."""
         return self.at(self.now_s + delay_s, then)
+
+    def soon(self, delay_s: float, then: Then) -> None:
+        """As `after`, but at once, before anything else of this time, where there is no delay."""
+        if delay_s > 0:
+            self.after(delay_s, then)
+        else:
+            then()
 
     def at(self, at_s: float, then: Then) -> Going:
         """Do something at a time, at once if it is past."""
@@ -146,6 +165,8 @@ class Stage:
             timer = heapq.heappop(self._timers)
             if not _counts(timer):
                 continue
+            # A transfer that ends a little later is not taken along: its rate may change by what ends now, and so its end.
+            # Timers keep theirs.
             if timer[2].flow is not None and timer[0] > self.now_s + _SAME_END_S:
                 later.append(timer)
             else:
@@ -180,6 +201,7 @@ class Stage:
             for flow in self._flows.divide(self.now_s):
                 self._due_at(flow.what, flow.ends_s)
 
+        # A timer for now is handled after all that was due now: where 1,000 transfers begin at once, rates are computed once.
         if self._dividing is None or self._dividing.ended:
             self._dividing = self.at(self.now_s, divide)
 
@@ -188,7 +210,6 @@ def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) ->
     """Simulate.
 
     Args:
-        platform: the machines.
         act: starts what there is to start; all of it is then driven to its end.
 
     Returns:

@@ -35,7 +35,6 @@ class GoodState:
     """A copy of the trained weights and the buffers of a model, made before an update, on all ranks before the same ones.
 
     Args:
-        model: whose state.
         folder: where it is saved when it is needed; None: no copy is made.
     """
 

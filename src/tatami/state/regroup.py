@@ -35,9 +35,7 @@ def relay(
     Args:
         model: whose communicator has the members of the change as its ranks already.
         change: who is there, how the work is laid out, and who keeps what for whom.
-        name: of this rank.
         cluster: the members' processors, in the order of the ranks.
-        optimizer: whose state goes along.
         mirror: what this rank keeps for another.
 
     Returns:

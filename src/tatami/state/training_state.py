@@ -42,7 +42,6 @@ class _Piece:
     """Some units of a tensor, or all of it.
 
     Attributes:
-        name: of the tensor.
         units: which; None: it is whole on every rank.
         writer: the rank that writes it.
     """
@@ -136,7 +135,6 @@ def refuse_rows(model: TiledModel, named: Mapping[str, Any]) -> None:
     """Refuse what would give this rank's part of what an optimizer keeps for the weights to other ranks.
 
     Args:
-        model: whose weights.
         named: objects with a state, and states.
 
     Raises:
@@ -196,8 +194,6 @@ class Assembly:
     """Shards put together for the tiling of a model. The model and its optimizer are changed by `commit` alone.
 
     Args:
-        model: tiled, in any way.
-        optimizer: of its parameters.
         averages: of its parameters; each gets the state of the one that was made as the same number of those that were saved.
         common: `common_state` of the run that wrote the shards.
 

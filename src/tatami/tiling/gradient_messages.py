@@ -87,6 +87,8 @@ def _direct(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
 
 
 def _reduce_scatter(tiling: Tiling, chunks: Iterator[Sequence[int]]) -> Iterator[tuple[int, str, str, Span]]:
+    # Example: 6 units that a, b and c own, in chunks of 2. Phase 0: a is sent units 0 and 1 by b and by c, b is sent 2 and 3, c
+    # is sent 4 and 5. Phase 1: each sends its 2 sums to both others. So each sends 4 + 4 = 8 units, and would send 12 directly.
     for group, sizes in zip(tiling.owned_units, chunks, strict=True):
         start = group.units.start
         for summer, chunk in zip(group.owners, spans(sizes), strict=True):

@@ -279,6 +279,7 @@ def _extents(task: PipelineTask, tau_s: float, in_flight: int) -> NDArray[np.int
     found = np.empty((task.num_machines, pieces + 1), dtype=np.int64)
     for machine in range(task.num_machines):
         before = task.work_before_s[machine]
+        # The 1e-12: where tau is exactly what a stage takes, rounding in the sums must not cost it its last piece.
         by_time = np.searchsorted(before, before + (tau_s - task.step_s[machine]) * (1 + 1e-12), side="right") - 1
         kept = task.state_before_bytes + in_flight * task.activations_before_bytes
         by_memory = np.searchsorted(kept, kept + task.memory_bytes[machine], side="right") - 1
@@ -295,6 +296,8 @@ def _cuttable(task: PipelineTask, tau_s: float) -> NDArray[np.int64]:
     index = np.arange(pieces)
     for source in range(machines):
         for target in range(machines):
+            # Example: cuts in front of pieces 0 to 3 send 8, 8, 2 and 9 bytes, and there is room for 4. The last piece up to
+            # each of them that may be cut at is 0, 0, 2, 2, where 0 is no cut at all.
             thin = np.where(task.crossing_bytes <= room[source, target], index, 0)
             found[source, target, :pieces] = np.maximum.accumulate(thin)
     return found
@@ -311,6 +314,10 @@ def _reach(task: PipelineTask, tau_s: float, in_flight: int) -> tuple[NDArray[np
         reach[1 << machine, machine] = stops[machine, 0]
     sets = np.arange(1 << machines)
     sizes = np.array([bin(each).count("1") for each in range(1 << machines)])
+    # Sets of one machine more each time, so that all that a set grows from is known. Example: 4 pieces, of which machine 0
+    # takes 2 s for each and machine 1 takes 1 s, and tau = 3 s. Alone they get to piece 1 and to piece 3. Both together get to
+    # 4, with either one at the end: 0 does the first piece and 1 the other three, or 1 the first three and 0 the last. Within 2
+    # s they get to 3 of 4, so that tau must be larger.
     for size in range(1, machines):
         of_size = sets[sizes == size]
         for machine in range(machines):

@@ -210,6 +210,9 @@ def _next_row(
         high[going] = np.where(right, high[going], middle)
         going = going[low[going] < high[going]]
         middle = (low[going] + high[going]) // 2
+    # Example: speeds 1, 2, 3, 4, so p = .1, .2, .3, .4, and C = 2, q = 4. For q' = 1, 2, 3 the last replica costs 1.8, 0.7, 0
+    # and the first one, t(1, q'), 0, 0.3, 1.2. At q' = 3 the second is the larger one for the first time, so that `low` is 3,
+    # and the least maximum is there (1.2) or just before, at q' = 2: max(0.7, 0.3) = 0.7 = t(2, 4).
     left = np.maximum(low - 1, replicas - 1)
     before = np.where(low > replicas - 1, np.maximum(_replica_cost(sums, left, q, depth), previous[left]), inf)
     row = np.full(len(sums), inf)

@@ -337,6 +337,9 @@ class _Search:
         for groups in self._groupings(replicas):
             best: _Found | None = None
             worse = 0
+            # More micro-batches fill a pipeline better and need less memory, until what a pass costs by itself outweighs that.
+            # So the walk begins with many, and ends when `_WORSE` fewer in a row were slower; beyond `enough` it only looks for
+            # what fits at all.
             for number in order:
                 if number > enough and best is not None:
                     break

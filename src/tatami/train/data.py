@@ -31,10 +31,8 @@ def batches_of(
     """The global batches of `data`.
 
     Args:
-        data: see `TrainingData`.
         batch_size: of the global batch; not for what comes in batches already.
         seed: of the shuffling of data that can be indexed; None keeps their order.
-        name: of the data, for errors.
 
     Raises:
         InputError: no data; a batch size where there is one already, or none where there must be one.

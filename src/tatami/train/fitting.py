@@ -37,9 +37,7 @@ class Fit:
 
     Args:
         trainer: what callbacks are given.
-        setup: its parts.
         position: where it is; changed.
-        batches: of the data.
         limits: when it ends.
         validation: after every epoch; None: none.
         checkpoint, checkpoints: when the state is saved, and how; None: never.

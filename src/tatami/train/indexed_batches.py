@@ -28,7 +28,6 @@ class IndexedBatches(AbstractBatches):
         data: tensors (samples, ...) in any structure, or `Samples`.
         batch_size: samples of a global batch; the last one of an epoch may be smaller.
         seed: of the shuffling; None keeps the order of the data, and so does a batch of all samples.
-        name: of the data, for errors.
     """
 
     def __init__(self, data: Any, *, batch_size: int, seed: int | None, name: str = "the data set") -> None:

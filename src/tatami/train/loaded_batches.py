@@ -201,7 +201,6 @@ def check_ends(ends: dict[int, Any], *, size: int, batch: int, epoch: int) -> No
     """
     Args:
         ends: by rank, those whose data end after `batch`; the same on all ranks.
-        size: the number of ranks.
         batch: counted from 1.
         epoch: from 0.
 

@@ -33,7 +33,6 @@ class RunRecorder:
     """The records of one call of `fit`. All ranks call it alike; rank 0 writes.
 
     Args:
-        model: that is trained.
         records: of rank 0.
         every: iterations between two records of losses and phases.
         whole: makes a collective; in an elastic run, again where a rank dies in it.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +65,21 @@ def refuse_elastic(comm: AbstractCommunicator, what: str) -> None:
         )
 
 
+def watcher_of(model: TiledModel, retiler: Retiler) -> Watcher | StagedWatcher:
+    """Looks at every iteration of a model with or without pipeline stages."""
+    if model.stage is None:
+        layout, known_speeds = model.layout, model.speeds_known
+        return Watcher(retiler, cluster=model.cluster, workload=model.workload, layout=layout, known_speeds=known_speeds)
+    assert model.staged is not None
+    return StagedWatcher(
+        cluster=model.cluster,
+        workload=model.staged.workload,
+        layout=model.stage.layout,
+        cost=model.staged.cost,
+        stages=model.staged.stages,
+    )
+
+
 class Retiling:
     """Re-tiles a model while it trains: call `step` after each `optimizer.step()`. The Trainer does.
 
@@ -97,22 +111,13 @@ class Retiling:
         self._retiler = retiler
         self._controller: Controller | None = None
         self.watcher: Watcher | StagedWatcher | None = None
-        settings: Any = {"cluster": model.cluster, "workload": model.workload, "known_speeds": model.speeds_known}
-        if model.stage is not None:
-            assert model.staged is not None
-            self.watcher = StagedWatcher(
-                cluster=model.cluster,
-                workload=model.staged.workload,
-                layout=model.stage.layout,
-                cost=model.staged.cost,
-                stages=model.staged.stages,
-            )
-        elif retiler.watches:
-            self.watcher = Watcher(retiler, layout=model.layout, **settings)
-        else:
-            self._controller = Controller(retiler, layout=model.layout, **settings)
-        if self.watcher is not None:
+        if retiler.watches:
+            self.watcher = watcher_of(model, retiler)
             self.watcher.planned = self._planned
+        else:
+            self._controller = Controller(
+                retiler, cluster=model.cluster, workload=model.workload, layout=model.layout, known_speeds=model.speeds_known
+            )
         self._times = OwnTimes(model)
         self._totals: list[float] | None = None
         self._window: list[Timing] = []

@@ -50,7 +50,6 @@ class LearningRate:
 
     Args:
         config: the scheduler, and when.
-        optimizer: whose learning rate it is.
 
     Raises:
         InputError: the scheduler is of another optimizer.

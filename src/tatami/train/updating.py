@@ -80,9 +80,6 @@ class _Report:
         sums: the same on their way; None where the rank is alone.
         request: of the sums under way; None where there are none.
         value: the loss here.
-        signals: their names.
-        size: how many ranks there are.
-        samples: of the batch, over all ranks.
         counted_before: what `counted` was for the batches before, where the update ends with this one; None where it goes on.
     """
 

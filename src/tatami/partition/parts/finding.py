@@ -39,8 +39,6 @@ class PartModule:
         name: in the network.
         parts: how it runs.
         results: what it gives.
-        total: its units.
-        blocks: what is cut.
     """
 
     name: str

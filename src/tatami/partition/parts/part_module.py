@@ -65,7 +65,6 @@ class PartForward(StandsIn):
     """Stands in place of a module's `forward`.
 
     Attributes:
-        module: whose forward it is.
         parts: how it runs.
         results: what it gives; None: it gives its parts as they are, for the test of the block.
         context: which units are here.

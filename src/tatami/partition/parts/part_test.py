@@ -65,7 +65,6 @@ def believe_parts(
         args, kwargs: what it was called with.
         parts: how it runs with some of them.
         units: what is cut: one mapping for all units, or one for each.
-        total: units.
 
     Raises:
         NotFollowedError: the parts do not make up the whole; the message says where.

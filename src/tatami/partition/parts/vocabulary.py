@@ -26,7 +26,6 @@ class Vocabulary:
     """Layers that share the rows of a vocabulary.
 
     Attributes:
-        rows: how many.
         embedding: the name of the layer that looks up rows.
         head: the name of the output layer; None where there is none that could be split with it.
         tensors: the names of all of their tensors.

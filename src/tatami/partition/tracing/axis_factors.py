@@ -98,6 +98,8 @@ def mix(axis: Iterable[Atom]) -> None:
 def unify(one: Iterable[Atom], other: Iterable[Atom]) -> None:
     """Both axes are the same: join their atoms, splitting the coarser ones. What does not fit is mixed."""
     left, right = leaves(one), leaves(other)
+    # Example: a result of heads x size, (6, 8), meets an axis of 48. 48 is split into 6 x 8, and the factors are joined one by
+    # one, so that heads are one axis in both. 6 and 4 do not fit: all of both is needed at once.
     while left and right:
         a, b = left[0], right[0]
         if a is b:
@@ -204,6 +206,8 @@ def regrouped(axes: Axes, sizes: Sequence[Size]) -> Axes | None:
     None where that cannot be told.
     """
     left = [atom for axis in axes for atom in leaves(axis)]
+    # (4, 6) viewed as (8, 3) is [4 2] and [3]: the 6 is split where an edge falls inside of it. (12, 5) viewed as (10, 6) is
+    # None: 10 elements end inside of the 12 at no factor of it.
     result: Axes = []
     for size in sizes:
         axis: Axis = []
@@ -236,6 +240,8 @@ def places(axis: Iterable[Atom], atom: Atom) -> list[tuple[int, int]]:
     Element u of the atom is the range from start + u * inner to start + (u + 1) * inner of every run; three runs for the heads
     of a packed projection. Empty where the atom does not lie on the axis.
     """
+    # Example: the 144 rows of queries, keys and values of 6 heads of size 8. A head lies on them as (0, 8), (48, 8), (96, 8):
+    # head 2 has rows 16 to 23, 64 to 71 and 112 to 119.
     factors = [factor.root for factor in axis]
     result = []
     for index, factor in enumerate(factors):

@@ -389,8 +389,6 @@ def _calls(model: nn.Module, sample: Sample, *, values: Collection[str] | None =
     """The canonical arguments of every module's first call, without those that are called in several ways; and what was seen.
 
     Args:
-        model: the network.
-        sample: its inputs.
         values: the modules whose arguments have values; those of others have shapes alone. None: all have.
     """
     inputs = [leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -380,7 +380,6 @@ def refuse_other_loss(loss: Callable[[Span], Judged], *, samples: int, reduction
         loss: of some of the samples, and what to differentiate it by.
         samples: how many there are; of fewer than two nothing can be said.
         reduction: what it is said to do: "mean" or "sum".
-        what: its name.
         counts: whether means that leave targets out are taken over all targets, as the Trainer does.
 
     Raises:

@@ -36,7 +36,6 @@ def has_hooks(module: nn.Module, *, forward: bool = True) -> bool:
     """Whether the module itself or a parameter of its own has hooks, which must be called with whole tensors.
 
     Args:
-        module: the module.
         forward: whether forward hooks count, which are a part of the programs of modules that are followed.
     """
     own: list[Any] = [vars(module)[name] for name in _HOOKS[0 if forward else 1 :]]
@@ -79,7 +78,6 @@ class ModuleSettings:
     """The settings of one tiled network, as they are when this object is made.
 
     Args:
-        network: the network.
         followed: names of the modules that run a program.
         partial: names of the modules that see some of the units, as those of a pair and between its layers do, each with the
             kinds of hooks that are called with whole tensors all the same.

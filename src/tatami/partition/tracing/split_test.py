@@ -92,6 +92,8 @@ def _believe(
             compare([*without[0], *without[1]], [*expected, *buffers], "")
         except NotFollowedError as error:
             raise NotFollowedError(_ASKS_GRADIENTS) from error
+        # Random weights of the results, for the backward pass: with a plain sum, errors of opposite signs would cancel, and
+        # softmax, whose outputs add up to 1, would have no gradient at all.
         weights = [torch.randn_like(leaf) for leaf in expected]
         results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts, program.given, written)]
         for index, result in enumerate(results):

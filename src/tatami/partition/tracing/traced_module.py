@@ -25,7 +25,6 @@ class LocalForward(StandsIn):
     """Stands in place of a module's `forward`. Its tensors are cut to the units here.
 
     Args:
-        module: whose forward it is.
         name: the module's, for errors.
         followed: its programs.
         context: what they ask.
@@ -187,10 +186,8 @@ def _frozen_in(graph: fx.GraphModule, frozen: frozenset[str], *, before: int, te
     """The program where these batch normalizations take their running statistics, and leave them as they are.
 
     Args:
-        graph: the program.
         frozen: the layers' names. One that has no running statistics takes those of the batch even then.
         before: inputs of the program before `tensors`.
-        tensors: the module's, by name.
     """
     copied = copy.deepcopy(graph)
     nodes = list(copied.graph.nodes)

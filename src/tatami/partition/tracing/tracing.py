@@ -101,7 +101,6 @@ def follow_modules(
 
     Args:
         model: the whole network; it is not changed.
-        captured: its calls.
         taken: names of tensors that other blocks have already, or that must stay whole.
         closed: names of modules that are not looked into; nor can be followed what they are a part of.
     """

@@ -164,7 +164,7 @@ class Replay:
         for target, size_bytes in part.sends.items():
             delay_s = begin_s + cost_s
             key = (place, rank, target)
-            self._when_due(delay_s, lambda key=key, size_bytes=size_bytes: self._is_ready(key, size_bytes, sync))  # type: ignore[misc]
+            self._stage.soon(delay_s, lambda key=key, size_bytes=size_bytes: self._is_ready(key, size_bytes, sync))  # type: ignore[misc]
             begin_s += max(cost_s, gap_s)
             self._next_s[rank] = now_s + begin_s
         for source, size_bytes in part.receives.items():
@@ -183,11 +183,11 @@ class Replay:
         _, source, target = key
         self.payload_bytes += size_bytes
         arrived = self._locked(key) if sync is Sync.LOCK else lambda: self._has_arrived(key)
-        self._when_due(self._held_up_s(source, target, size_bytes), lambda: self._begin(source, target, size_bytes, arrived))
+        self._stage.soon(self._held_up_s(source, target, size_bytes), lambda: self._begin(source, target, size_bytes, arrived))
 
     def _begin(self, source: int, target: int, size_bytes: int, arrived: Then) -> None:
         beyond_s = self._software.beyond_s(size_bytes) if self._software.pieces else 0.0
-        then = arrived if beyond_s == 0 else lambda: self._when_due(beyond_s, arrived)
+        then = arrived if beyond_s == 0 else lambda: self._stage.soon(beyond_s, arrived)
         self._stage.send(self._hosts[source], self._hosts[target], size_bytes=size_bytes, then=then)
 
     def _held_up_s(self, source: int, target: int, size_bytes: int) -> float:
@@ -236,7 +236,7 @@ class Replay:
         if self._waits[rank] == 0:
             index, round_ = self._place[rank]
             after_s = self._part[rank].sum_bytes / self._software.sum_bytes_per_s + self._handling_s(rank)
-            self._when_due(after_s, lambda: self._close(rank, index, round_))
+            self._stage.soon(after_s, lambda: self._close(rank, index, round_))
 
     def _handling_s(self, rank: int) -> float:
         """What the messages of a round still cost a rank that has them all: receiving, and copying that was not done yet."""
@@ -260,12 +260,6 @@ class Replay:
 
     def _tell(self, source: int, target: int, then: Then) -> None:
         self._stage.send(self._hosts[source], self._hosts[target], size_bytes=_EMPTY_BYTES, then=then)
-
-    def _when_due(self, delay_s: float, then: Then) -> None:
-        if delay_s > 0:
-            self._stage.after(delay_s, then)
-        else:
-            then()
 
     # -- rounds that are alike ------------------------------------------------------------------------------------
 
@@ -339,8 +333,6 @@ class RankTransfers:
     """Bytes by peer; all that goes from one rank to another in a round is one transfer.
 
     Attributes:
-        sends: to whom, how many bytes.
-        receives: from whom.
         sum_bytes: of what arrives and must be added, also by accumulate: a processor does it.
         local: (from, to, bytes) of loads and stores, one after the other.
     """

@@ -30,8 +30,6 @@ class Fates:
     """The lives of workers, servers and links.
 
     Args:
-        setup: how long they live in the mean.
-        stage: where they end.
         seed: None for nothing ever breaking.
         period: what undisturbed rounds take; None where lives count always, or never end.
         strike: called with a worker or a server that dies, as ("worker", number).
@@ -88,6 +86,8 @@ class Fates:
         lasts_s = life_s(setup.mtbf_s, seed=self._seed, kind="worker", number=worker, generation=generation)
         if setup.strikes == "computing":
             assert self._period is not None
+            # Example: a life of 100 s, where 60 s of each round of 75 s are computing. It ends after 80 s of computing, which
+            # is after 100 s of the run: as many die as if the whole time counted, and all of them while they compute.
             ends = lasts_s * self._computing_s(worker) / self._period.round_s
         else:
             ends = lasts_s + self._stage.now_s
@@ -212,9 +212,7 @@ def life_s(mtbf_s: float, *, seed: int, kind: str, number: int, generation: int)
     digit, and two recoveries compared with one seed see the same first failures.
 
     Args:
-        seed: of the run.
         kind: what it is, as "worker".
-        number: which of them.
         generation: 0 for the first in this place, 1 for who replaced it, ...
     """
     name = f"{kind}/{number}/{generation}/{seed}".encode()

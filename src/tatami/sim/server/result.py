@@ -13,9 +13,7 @@ class Period:
     """What repeats: so many rounds, with the checkpoint after them, as a simulation of it has shown.
 
     Attributes:
-        rounds: in it.
         duration_s: from the opening of its first round to that of the next period's.
-        bytes_moved: in it.
     """
 
     rounds: int

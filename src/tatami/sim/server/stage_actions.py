@@ -24,19 +24,15 @@ class ServerPlay:
     """One run on a stage.
 
     Args:
-        setup: what is simulated.
-        stage: where.
         seed: of the failures; None for a run without any.
         period: what undisturbed rounds take; None where that is not known yet.
         skips: undisturbed rounds are passed over; else each is simulated.
         watch: called with every action of the coordinator that is carried out one by one.
 
     Attributes:
-        failures: that have struck.
         lost_updates: updates of workers that are missing in rounds that were applied.
         opened_s: when the first round was opened; `opened_bytes` had moved by then.
         ended_s: when all was applied, or the run stopped.
-        stopped: why it did.
     """
 
     def __init__(
@@ -164,10 +160,7 @@ class ServerPlay:
                 pass  # These end processes or tell the user; a simulated process that has no task costs nothing.
 
     def _later(self, delay_s: float, event: Callable[[], ev.Event]) -> None:
-        if delay_s > 0:
-            self._stage.after(delay_s, lambda: self._tell(event()))
-        else:
-            self._tell(event())
+        self._stage.soon(delay_s, lambda: self._tell(event()))
 
     def _end(self, reason: str | None) -> None:
         self.ended_s, self.stopped = self._stage.now_s, reason
@@ -199,10 +192,7 @@ class ServerPlay:
             self._tell(ev.ProcessDied(at_s=self._stage.now_s, process=process, late=late))
             self._tasks.push()
 
-        if detected_s > 0:
-            self._stage.after(detected_s, tell)
-        else:
-            tell()
+        self._stage.soon(detected_s, tell)
 
     def _lose_server(self, server: int) -> None:
         self._servers_up.discard(server)
@@ -362,15 +352,6 @@ class SimulatedStorage:
         if not store or not hosts:
             self._stage.after(self._where.local_s if hosts else 0.0, then)
             return
-        left = len(hosts)
-
-        def moved() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                then()
-
-        for index, host in enumerate(hosts):
-            keeper = store[index % len(store)]
-            source, target = (keeper, host) if reads else (host, keeper)
-            self._stage.send(source, target, size_bytes=self._where.size_bytes, then=moved)
+        pairs = [(host, store[index % len(store)]) for index, host in enumerate(hosts)]
+        ways = [(keeper, host) if reads else (host, keeper) for host, keeper in pairs]
+        self._stage.send_all([(*way, self._where.size_bytes) for way in ways], then)

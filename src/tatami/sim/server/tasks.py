@@ -27,8 +27,6 @@ class TaskPart(Enum):
 @dataclass(eq=False, slots=True, kw_only=True)
 class SimulatedTask:
     """Attributes:
-    order: what the coordinator asked for.
-    host: where.
     left: of the work, 1 for all of it.
     part: the one that goes on now.
     began_s: when that began.
@@ -86,14 +84,8 @@ class SimulatedTasks:
     """The tasks of all workers on the stage; what they push is told as events.
 
     Args:
-        setup: what is simulated.
-        stage: where.
         fates: are told when workers compute.
-        settings: what the coordinator runs by.
         places: the coordinator's, by worker.
-        dead: processes that have died.
-        servers_up: servers that answer.
-        tell: takes events to the coordinator.
     """
 
     def __init__(

@@ -45,10 +45,8 @@ class Iteration:
     Args:
         stage: where; rank r is host r.
         floor: who computes and sends what.
-        speeds: of the processors.
         begin_s: the stage's time at which each rank begins.
         ahead_s: what the run's time is ahead of the stage's.
-        software: what ranks add to the wires.
         done: called with the times of all ranks, on the stage's clock.
     """
 

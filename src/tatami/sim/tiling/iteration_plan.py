@@ -32,7 +32,6 @@ class FloorSum:
     """A planned sum, ready to be replayed.
 
     Attributes:
-        planned: what it is.
         ranks: on the cluster, of each of the schedule's ranks.
         schedule: without native phases.
         processors: of each of its ranks.

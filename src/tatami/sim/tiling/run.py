@@ -154,6 +154,8 @@ class TilingPlay:
                 self._carry_out(decision)
                 return
         # The rank that ended first begins again now, on the stage's clock: the run's own is taken back to when it ended.
+        # Example: ranks end at 9 s and 10 s on both clocks. On the stage it is 10 s, and they begin again at 10 s and 11 s,
+        # which in the run is 9 s and 10 s: it is one second behind the stage from now on.
         self._ahead_s -= max(leads_s.values())
         self._next(leads_s)
 
@@ -237,18 +239,7 @@ class TilingPlay:
             unit_bytes = block.unit_parameters * self._workload.element_bytes * (1 + self._job.state_copies)
             for move in moves(old, new):
                 sizes[rank_of[move.source], rank_of[move.dest]] += move.units.size * unit_bytes
-        going = len(sizes)
-
-        def arrived() -> None:
-            nonlocal going
-            going -= 1
-            if going == 0:
-                then()
-
-        if not sizes:
-            then()
-        for (source, target), size_bytes in sizes.items():
-            self._stage.send(source, target, size_bytes=size_bytes, then=arrived)
+        self._stage.send_all([(*pair, size_bytes) for pair, size_bytes in sizes.items()], then)
 
 
 def _alike(times: dict[int, Times], last: dict[int, Times]) -> bool:

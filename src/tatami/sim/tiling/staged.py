@@ -120,8 +120,6 @@ class _Rank:
         most_left: of so many micro-batches gradients of weights may be left.
         came: of which passes what they wait for is there.
         at: the pass that is next.
-        left: products that are left.
-        is_busy: whether it computes.
     """
 
     facts: StagedRank
