@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
-from tatami.errors import InputError, MissingExtraError
+from tatami.errors import InputError, MissingExtraError, warn
 from tatami.outputs import check_folder, check_output, free_name, write_text
 
 _MOST_CURVES = 64
@@ -103,8 +104,7 @@ class Records:
         if self.kept is not None:
             self.kept.append({"event": event, "iteration": iteration, **values})
         if self._path is not None:
-            file = self._file or self._open("w")
-            file.write(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
+            self._write_line(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
         if self._make_board is not None and self._board is None:
             self._board = self._make_board()
         if self._board is not None or self._loggers:
@@ -127,6 +127,17 @@ class Records:
         if self._path is not None and self._file is None and not self.may_overwrite and _has_records(self._path):
             kept = self._path.rename(free_name(self._path))
             print(f"tatami: the records that were in {self._path} are in {kept} now", flush=True)
+
+    def _write_line(self, line: str) -> None:
+        """Write a line; where the disk is full, that is no reason to lose what is trained."""
+        file = self._file or self._open("w")
+        try:
+            file.write(line)
+        except OSError as error:
+            with suppress(OSError):
+                file.close()
+            warn(f"{self._path} cannot be written ({error.strerror or error}): the run goes on without further records in it")
+            self._path = self._file = None
 
     def _open(self, mode: str) -> TextIO:
         assert self._path is not None

@@ -103,6 +103,7 @@ def test_a_device_that_cannot_be_had_is_refused(arguments: list[str], said: str)
         (["--elastic", "--plot", "nowhere/run.png"], "there is no folder nowhere. Make it first"),
         (["--elastic", "--plot", "there.png"], "there.png"),
         (["--elastic", "--report", "there.png"], "there.png"),
+        (["--elastic", "--report", "new.png", "--plot", "./new.png"], "--report and --plot both name new.png"),
         (["--plot", "run.png"], "--plot is for elastic runs: add --elastic, or leave it out"),
         (["--report", "run.json"], "--report is for elastic runs: add --elastic, or leave it out"),
         (["--force"], "--force is for the files of elastic runs: add --elastic, or leave it out"),

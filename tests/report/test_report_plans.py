@@ -183,6 +183,12 @@ def test_what_a_link_or_a_machine_would_bring() -> None:
     assert table.rows[0][2:] == ("1.00 x", "desktop, laptop, old")
     assert table.rows[6][0] == "with speed=60e9,memory=16GiB,count=2"
     assert table.rows[7][3] == "desktop"
+    shared = replace(
+        HOME, processors=tuple(replace(each, host="box" if each.name != "old" else "") for each in HOME.processors)
+    )
+    asked = questions(shared, workload=GPT, leave_out=["laptop"])
+    table = answer_table(["", ""], answers(asked), clusters=[each.cluster for each in asked])
+    assert [row[3] for row in table.rows] == ["desktop, laptop, old", "desktop, old"], "what they were called before"
 
 
 def test_what_has_no_room_is_an_answer() -> None:

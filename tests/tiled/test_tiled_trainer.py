@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,11 +20,12 @@ from torch import nn
 from drawing import one_at_a_time
 from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import single_communicator
 from tatami.errors import InputError, OutputExistsError
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.train import History, TiledModel, Trainer, tile
+from tatami.train import Callback, History, TiledModel, Trainer, tile
 from tatami.train.recording import RunRecorder
 from tiled_rig import some_layouts, tiled
 
@@ -401,3 +403,30 @@ def test_a_rank_that_becomes_the_first_without_records_says_once_that_they_end()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         recorder.ended("epochs", iteration=2)
+
+
+def test_a_full_disk_ends_the_records_and_not_the_run(tmp_path: Path) -> None:
+    losses, _ = fitted(batch_size=8, epochs=2, seed=0)
+    path, limits = tmp_path / "run.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    ended: list[Any] = []
+
+    class Full(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if trainer.iteration == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+
+        def on_exception(self, *given: Any) -> None:
+            ended.append(given[-1])
+
+    with Records(path) as records:
+        model = tiled(network(), single_communicator(), layout=some_layouts(1)[-1], batch_size=8)
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), records=records, record_every=1, callbacks=[Full()])
+        try:
+            with pytest.warns(UserWarning, match=r"run\.jsonl cannot be written \(File too large\): the run goes on"):
+                history = trainer.fit(inputs(), batch_size=8, epochs=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert history.losses == pytest.approx(losses)
+    assert not ended
+    last = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][-1]
+    assert (last["event"], last["iteration"]) == ("train", 2)

@@ -73,6 +73,7 @@ def test_a_machine_with_a_thin_link_is_left_out_and_the_link_is_named() -> None:
         (2e13, {"message_s": 30.0}, FAST, Reason.MESSAGES),
         (2e13, {"step_s": 30.0}, FAST, Reason.MESSAGES),
         (2e13, {"memory": "1 GiB"}, FAST, Reason.MEMORY),
+        (2e12, {"memory": "2100 MiB"}, GIGABIT, Reason.LINK),
         (2e13, {"memory": "1 MiB"}, FAST, Reason.REPEATED),
     ],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,17 @@ def machines_of(file: Path | None, speeds: str | None) -> Cluster:
         both = "" if file is None else "; not both"
         raise InputError(f"which machines? Give a cluster file (`tatami probe` writes one), or --speeds 1,1,0.5,0.25{both}")
     return Cluster.from_speeds(parse_speeds(speeds)) if speeds is not None else read_cluster(file or "")
+
+
+def check_different(outputs: Mapping[str, Path | None]) -> None:
+    """
+    Raises:
+        InputError: two options name the same output file.
+    """
+    named: dict[str, str] = {}
+    for option, path in outputs.items():
+        if path is not None and (other := named.setdefault(os.path.realpath(path), option)) != option:
+            raise InputError(f"{other} and {option} both name {path}: give each its own file")
 
 
 def check_device(device: str, *, hosts: str | None) -> None:

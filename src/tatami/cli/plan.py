@@ -124,7 +124,7 @@ def plan(job: PlanJob) -> None:
     everything = job.everything or (job.planner is not None and len(plans) > 1)
     parts = found.report(width=width(), everything=everything)
     show(*[each for part in parts for each in (part, "")][:-1])
-    if job.planner and len(plans) == 1:
+    if job.planner and len(plans) == 1 and isinstance(found.recommended, Plan):
         show("", draw_text(found.best.tiling, speeds=_speeds(found.best, machines), width=72))
     _show_host(job, machines)
     if job.plot is not None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tatami.cli.options import DEVICE_HELP, MOST_RANKS, check_device, epilog, finite, optional, takes
+from tatami.cli.options import DEVICE_HELP, MOST_RANKS, check_device, check_different, epilog, finite, optional, takes
 from tatami.cli.terminal import show_json
 from tatami.cluster.device_choice import DEVICE_VARIABLE
 from tatami.errors import InputError
@@ -100,6 +100,7 @@ def run(job: RunJob) -> None:
 
 
 def _run_elastic(job: RunJob) -> None:
+    check_different({"--report": job.report, "--plot": job.plot})
     if job.report is not None:
         check_output(job.report, force=job.force)
     from tatami.report import blank, check_path, draw_members, save

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from tatami.cli.options import check_different
 from tatami.cli.tasks import Task, check_choice, task_of
 from tatami.cli.train_job import TrainJob
 from tatami.cluster import Cluster, parse_speeds, read_cluster
@@ -167,11 +167,7 @@ def check_outputs(job: TrainJob) -> None:
             check_output(path, force=job.force)
     if job.save is not None and job.save.suffix != ".safetensors":
         raise InputError(f"--save {job.save} is written in the format of safetensors: give it a name that ends in .safetensors")
-    paths = {"--save": job.save, "--log": job.log, "--plot": job.plot}
-    named: dict[str, str] = {}
-    for option, path in paths.items():
-        if path is not None and (other := named.setdefault(os.path.realpath(path), option)) != option:
-            raise InputError(f"{other} and {option} both name {path}: give each its own file")
+    check_different({"--save": job.save, "--log": job.log, "--plot": job.plot})
     if job.plot is not None:
         check_path(job.plot, force=job.force)
         blank()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tatami.cluster import Cluster
@@ -33,13 +33,14 @@ class AnswerLike(Protocol):
 def answer_table(words: Sequence[str], found: Sequence[AnswerLike], *, clusters: Sequence[Cluster]) -> Table:
     """A row for each question: the time of an iteration, samples a second against the first question, and who takes part."""
     rows = []
+    usual = display_names(clusters[0])
     for question, answer, cluster in zip(words, found, clusters, strict=True):
         rows.append(
             {
                 "what if": question,
                 "iteration": "no room" if answer.plan is None else format_duration(answer.plan.predicted_s, digits=3),
                 "speed-up": "-" if answer.speed_up is None else f"{answer.speed_up:.2f} x",
-                "machines": _who(answer.takes_part, cluster=cluster),
+                "machines": _who(answer.takes_part, names={**display_names(cluster), **usual}, num_all=cluster.size),
             }
         )
     return table_of("Effect of each change:", rows, texts=("what if", "machines"), best=_best(found))
@@ -50,11 +51,10 @@ def _best(found: Sequence[AnswerLike]) -> int | None:
     return gains.index(max(gains)) if len(gains) > 1 and max(gains) > 1 else None
 
 
-def _who(used: Sequence[str], *, cluster: Cluster) -> str:
-    names = [display_names(cluster)[name] for name in used]
-    if len(names) <= _MOST_NAMED:
-        return ", ".join(names)
-    return f"all {len(names):,}" if len(names) == cluster.size else f"{len(names):,} of {cluster.size:,}"
+def _who(used: Sequence[str], *, names: Mapping[str, str], num_all: int) -> str:
+    if len(used) <= _MOST_NAMED:
+        return ", ".join(names[name] for name in used)
+    return f"all {len(used):,}" if len(used) == num_all else f"{len(used):,} of {num_all:,}"
 
 
 def draw_answers(ax: Axes, words: Sequence[str], found: Sequence[AnswerLike]) -> Axes:

@@ -36,9 +36,11 @@ def recommendation(
     words = plan_words(plan, cluster=cluster)
     idle = without_work(plan.layout.processors, cluster=cluster, reasons=plan.reasons)
     if with_idle_s is not None and with_idle_s > plan.predicted_s * (1 + _LEAST_LOST):
+        are_one = cluster.size - len(plan.layout.processors) == 1
+        them = "it: as a rank without work it hears" if are_one else "them: as ranks without work they hear"
         idle += (
-            " Start the run without them: as ranks without work they hear the gradients of weights that every rank has, and an "
-            f"iteration takes {seconds_words(with_idle_s)}."
+            f" Start the run without {them} the gradients of weights that every rank has, and an iteration takes "
+            f"{seconds_words(with_idle_s)}."
         )
     layout, times = plan.layout, plan.workload.passes(recomputes=True)
     otherwise = memory_bytes(layout.keeping, workload=plan.workload, cluster=cluster.only(layout.processors))

@@ -132,8 +132,8 @@ class _Search:
                 idle=self._idle,
             )
             for name in gone:
-                # Too little memory is told from too little speed where that alone would make the difference.
-                if name not in reasons or reason is Reason.MEMORY:
+                # Too little memory and slow links are told from too little speed: with better ones it would have work.
+                if name not in reasons or reason in (Reason.MEMORY, Reason.LINK, Reason.MESSAGES):
                     reasons[name] = reason
         return replace(self.best, reasons=reasons)
 
