@@ -553,6 +553,11 @@ class GradientEngine:
         self._modules = list(self._module.modules())
         self._known = self._identities()
         self.parameters = [each for each in self._module.parameters() if self._is_here(each)]
+        if self._sums is not None and not all(isinstance(each, nn.Parameter) for each in self.parameters):
+            raise ModelError(
+                "a tensor stands in place of a parameter of the network, as in torch.func.functional_call, and ranks sum the "
+                "gradients of its own parameters alone. Change these between two steps, or call the plain network"
+            )
         if self._sums is not None:
             self._watch_parameters()
 

@@ -28,7 +28,7 @@ from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
-from tatami.gradients.loss_graph import refuse_other_factors
+from tatami.gradients.loss_graph import Constant
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.inputs import check_at_least
@@ -39,6 +39,7 @@ from tatami.same_model import broadcast_model
 from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
 from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
 
+_ROWS = "rows of an output for each row of the first tensor of the model's input, which are taken for the samples:"
 _engines: weakref.WeakValueDictionary[nn.Module, GradientEngine] = weakref.WeakValueDictionary()
 
 
@@ -123,7 +124,7 @@ class DataParallel(nn.Module):
         self._watch = Watch(self._comm)
         self._watch.add(lambda: steps_of(trained), refuse_other_steps)
         self._watch.add(self._weights, refuse_other_weights)
-        self._watch.add(lambda: self._outside.factors, refuse_other_factors)
+        self._watch.add(lambda: self._outside.facts, lambda told: self._outside.refuse_others(told))
         options = {
             "reduction": reduction,
             "speeds": self._shares.speeds,
@@ -187,10 +188,11 @@ class DataParallel(nn.Module):
         for norm in self._norms:
             norm.loss_weight = begun.weight
         output = self._engine.outputs(begun, self.module(*args, **kwargs), reduction=self._reduction)
-        need_gradients = set[bool]()
+        need_gradients, shapes = set[bool](), list[torch.Size]()
 
         def look(tensor: torch.Tensor) -> torch.Tensor:
             need_gradients.add(tensor.requires_grad)
+            shapes.extend([tensor.shape] if tensor.numel() > 1 else [])
             return tensor
 
         with_tensors(output, look)
@@ -199,6 +201,9 @@ class DataParallel(nn.Module):
                 f"the output of {type(self.module).__name__}, {type(output).__name__}, holds no tensor that needs gradients; "
                 "return a tensor, or a tuple, list or dict of them"
             )
+        has_samples = samples < 2 or any(samples in shape or shape[0] % samples == 0 for shape in shapes)
+        rows = 0.0 if has_samples or not shapes else shapes[0][0] / samples
+        self._outside.rows = (Constant(_ROWS, rows, rows),) if rows else ()
         return output
 
     def _judged(self, samples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
