@@ -46,7 +46,7 @@ _REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
     "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "StdMean", "Var", "VarMean", "Logsumexp",
     "Prod", "Median", "Nanmedian", "Mode", "Kthvalue", "Topk", "Sort", "Cummax", "Cummin", "Cumsum", "Cumprod", "Logcumsumexp",
-    "Softmax", "LogSoftmax", "Roll", "Flip", "NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "Dist", "Pdist",
+    "Softmax", "LogSoftmax", "Roll", "Flip", "Gather", "Take", "NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "Dist", "Pdist",
     "FftC2C", "FftR2C", "FftC2R", "LinalgSvd", "LinalgQr", "LinalgEigh", "LinalgEig", "LinalgSlogdet", "LinalgDet",
     "LinalgInvEx", "LinalgCholeskyEx", "LinalgSolveEx", "LinalgLstsq",
 })  # fmt: skip
@@ -359,7 +359,10 @@ def _constants(name: str, node: Any, *, samples: int) -> Iterator[Constant]:
     operand, number = next((edge for edge in node.next_functions if edge[0] is not None), (None, 0))
     dims = len(_shape(operand, number)) if operand is not None else 0
     along = {axis for axis in range(dims) if _is_over(operand, {axis}, number=number)}
-    for saved in _CONSTANTS[name] if along else ():
+    is_of_all = (
+        not along and dims > 0 and leads_to([operand], lambda each: _reduces_samples(_operation(each), each), ends_at=_ends)
+    )
+    for saved in _CONSTANTS[name] if along or is_of_all else ():
         value = getattr(node, f"_saved_{saved}", None)
         is_tensor = type(value) is torch.Tensor
         if is_tensor and (value.requires_grad or not value.is_floating_point() or value.dim() > dims or not value.numel()):
@@ -614,9 +617,18 @@ def _is_over(operand: Any, axes: Iterable[int], *, number: int | None = None, jo
             reduces = name in _OVER_OTHERS and along == {0} and own[:1] == shape[:1] and len(own) > 1
             if moved is not None:
                 waiting.append((below, place, moved))
-            elif own == shape or (reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own)))):
+            elif _is_broadcast(own, shape):
+                first = len(shape) - len(own)
+                along = frozenset(axis - first for axis in along if axis >= first and own[axis - first] == shape[axis])
+                waiting.append((below, place, along))
+            elif reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own))):
                 waiting.append((below, place, along))
     return False
+
+
+def _is_broadcast(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an element-wise operation with another tensor may make `shape` of `own`."""
+    return len(own) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
 
 
 def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) -> frozenset[int] | None:
@@ -637,11 +649,8 @@ def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) 
     if name in ("Select", "Unbind"):
         dropped = _axis(node._saved_dim, among)
         return frozenset(axis + (axis >= dropped) for axis in axes)
-    if name in _RESHAPING and axes == {0} and among and shape:
-        merged = among - len(shape) + 1
-        if merged > 1 and math.prod(own[:merged]) == shape[0]:
-            return frozenset(range(merged))
-        return axes  # the first axis, longer or shorter, has what the first one has
+    if name in _RESHAPING and among and shape:
+        return frozenset(_reshaped(axes, shape, own))
     if name == "Expand":
         new = len(shape) - among
         return frozenset(axis - new for axis in axes if axis >= new and own[axis - new] == shape[axis])
@@ -649,6 +658,19 @@ def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) 
         added = _axis(node._saved_dim, among + 1)
         return frozenset(axis - (axis > added) for axis in axes if axis != added)
     return None
+
+
+def _reshaped(axes: frozenset[int], shape: tuple[int, ...], own: tuple[int, ...]) -> Iterator[int]:
+    """Which axes of `own`, viewed as `shape`, those of that shape go along: of one axis that became several, the first does."""
+    mine, theirs = ([axis for axis, size in enumerate(each) if size != 1] for each in (own, shape))
+    while mine and theirs:
+        here, there = [mine.pop(0)], [theirs.pop(0)]
+        while (a := math.prod(own[axis] for axis in here)) != (b := math.prod(shape[axis] for axis in there)):
+            if not (mine if a < b else theirs):
+                return
+            (here if a < b else there).append((mine if a < b else theirs).pop(0))
+        if there[0] in axes:
+            yield from here if len(there) == 1 else here[:1]
 
 
 def _rolls_parts(name: str, node: Any) -> bool:

@@ -177,8 +177,8 @@ class OutsideReads:
             differ = ", ".join(sorted(set(other[1]) ^ set(judged[0][1])))
             warn(
                 f"the losses of rank {judged[0][0]} and rank {other[0]} are computed by different operations ({differ}). If "
-                "ranks choose by numbers of their own samples (if loss.item() > 1), the result depends on how the batch is laid "
-                "over them: choose by model.global_loss(loss), or for each sample by itself (torch.where)"
+                "ranks choose by numbers of their own samples (if loss.item() > 1), the result depends on how the batch is "
+                "laid over them: choose by model.global_loss(loss), or for each sample by itself (torch.where)"
             )
 
     def _warn_of_doubts(self, facts: LossFacts) -> None:
@@ -189,8 +189,8 @@ class OutsideReads:
             "reduction='mean' says that it is the mean over them. Divide by their own number, len(x), or give reduction='sum'. "
             f"If {batch} is meant as a multiple of {here}, it is right as it is": here and here != batch in facts.divisors,
             f"the loss multiplies the samples of rank {self.comm.rank} by weights that sum to 1 or are 0 or 1 in the mean, or "
-            "has targets that are 0 in the mean. If they were normalized over these samples, gradients depend on how the batch is "
-            "laid over the ranks: normalize over the global batch, before model.local(...), or by model.over_batch(their "
+            "has targets that are 0 in the mean. If they were normalized over these samples, gradients depend on how the batch "
+            "is laid over the ranks: normalize over the global batch, before model.local(...), or by model.over_batch(their "
             "mean)": facts.has_weights_of_1,
         }
         for number, (doubt, is_found) in enumerate(doubts.items()):

@@ -445,13 +445,14 @@ def _refuse_shared(network: nn.Module) -> None:
     """
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     for other in models():
-        theirs = [] if other.comm.is_closed else other.plain_parameters()
+        theirs = other.plain_parameters() if isinstance(other, TiledModel) and not other.comm.is_closed else []
         shared = [names[id(each)] for each in theirs if id(each) in names]
         if 0 < len(shared) < max(len(names), len(theirs)):
             raise InputError(
-                f"{len(shared)} parameters of this network ({shared[0]}, ...) are those of another one that is tiled already, and "
-                "both models would have copies of their own, which are trained apart. Put what shares weights into one module, "
-                "and tile that; or tile the shared part by itself, and call one model after the other; or close() the first"
+                f"{len(shared)} parameters of this network ({shared[0]}, ...) are those of another one that is tiled already, "
+                "and both models would have copies of their own, which are trained apart. Put what shares weights into one "
+                "module, and tile that; or tile the shared part by itself, and call one model after the other; or close() the "
+                "first"
             )
 
 

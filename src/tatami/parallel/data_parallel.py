@@ -17,12 +17,13 @@ from typing import Any, Literal, Never
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tatami.batch import cut_batch, samples_of
 from tatami.cluster import Cluster
 from tatami.comm.agreement import Watch, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.errors import InputError, ModelError, TatamiError
+from tatami.errors import InputError, ModelError, TatamiError, warn
 from tatami.functions.structure import with_tensors
 from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
@@ -37,7 +38,7 @@ from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import is_finite, refuse_not_finite
 from tatami.same_model import broadcast_model
 from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
-from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
+from tatami.same_weights import Numbers, first_difference, numbers_of, refuse_other_weights
 
 _ROWS = "rows of an output for each row of the first tensor of the model's input, which are taken for the samples:"
 _engines: weakref.WeakValueDictionary[nn.Module, GradientEngine] = weakref.WeakValueDictionary()
@@ -120,10 +121,11 @@ class DataParallel(nn.Module):
                 )
         self._comm = comm.duplicate()
         watch_steps()
-        self._num_looks = 0
+        self._num_looks, self._warns_of_buffers = 0, comm.rank == 0
         self._watch = Watch(self._comm)
         self._watch.add(lambda: steps_of(trained), refuse_other_steps)
         self._watch.add(self._weights, refuse_other_weights)
+        self._watch.add(self._buffers, self._warn_of_buffers)
         self._watch.add(lambda: self._outside.facts, lambda told: self._outside.refuse_others(told))
         options = {
             "reduction": reduction,
@@ -278,6 +280,22 @@ class DataParallel(nn.Module):
     def _weights(self) -> dict[str, Numbers]:
         self._num_looks += 1
         return numbers_of(self.module.named_parameters(), look=self._num_looks)
+
+    def _buffers(self) -> dict[str, Numbers]:
+        """Those that no layer of torch's keeps for evaluation alone."""
+        modules = [(name, each) for name, each in self.module.named_modules() if not isinstance(each, _NormBase)]
+        named = [(f"{name}.{own}".lstrip("."), each) for name, module in modules for own, each in module._buffers.items()]
+        return numbers_of([(name, each) for name, each in named if each is not None], look=self._num_looks)
+
+    def _warn_of_buffers(self, every_rank: Sequence[Mapping[str, Numbers]]) -> None:
+        found = first_difference(every_rank) if self._warns_of_buffers else None
+        if found is not None:
+            self._warns_of_buffers = False
+            warn(
+                f"the buffer {found} The forward pass changes it by a rank's own samples (a running mean, a codebook), so what "
+                "is computed with it is not what one machine computes. Change it between two steps, by numbers that all ranks "
+                "share"
+            )
 
 
 class _Shares:
