@@ -553,11 +553,8 @@ class GradientEngine:
         self._modules = list(self._module.modules())
         self._known = self._identities()
         self.parameters = [each for each in self._module.parameters() if self._is_here(each)]
-        if self._sums is not None and not all(isinstance(each, nn.Parameter) for each in self.parameters):
-            raise ModelError(
-                "a tensor stands in place of a parameter of the network, as in torch.func.functional_call, and ranks sum the "
-                "gradients of its own parameters alone. Change these between two steps, or call the plain network"
-            )
+        if self._are_summed:
+            refuse_replaced(self.parameters)
         if self._sums is not None:
             self._watch_parameters()
 
@@ -574,6 +571,18 @@ class GradientEngine:
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next(name for name, own in self._module.named_parameters() if own is parameter)
+
+
+def refuse_replaced(parameters: Iterable[torch.Tensor]) -> None:
+    """
+    Raises:
+        ModelError: a tensor is where a parameter of the network was.
+    """
+    if not all(isinstance(each, nn.Parameter) for each in parameters):
+        raise ModelError(
+            "a tensor stands in place of a parameter of the network, as in torch.func.functional_call, and ranks sum the "
+            "gradients of its own parameters alone. Change these between two steps, or call the plain network"
+        )
 
 
 def notice_backward(output: Any, on_moment: Callable[[PassMoment], None]) -> None:

@@ -46,8 +46,8 @@ _REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
     "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "StdMean", "Var", "VarMean", "Logsumexp",
     "Prod", "Median", "Nanmedian", "Mode", "Kthvalue", "Topk", "Sort", "Cummax", "Cummin", "Cumsum", "Cumprod", "Logcumsumexp",
-    "Softmax", "LogSoftmax", "Roll", "Flip", "Gather", "Take", "NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "Dist", "Pdist",
-    "FftC2C", "FftR2C", "FftC2R", "LinalgSvd", "LinalgQr", "LinalgEigh", "LinalgEig", "LinalgSlogdet", "LinalgDet",
+    "Softmax", "LogSoftmax", "Roll", "Flip", "Gather", "Take", "NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "Dist",
+    "Pdist", "FftC2C", "FftR2C", "FftC2R", "LinalgSvd", "LinalgQr", "LinalgEigh", "LinalgEig", "LinalgSlogdet", "LinalgDet",
     "LinalgInvEx", "LinalgCholeskyEx", "LinalgSolveEx", "LinalgLstsq",
 })  # fmt: skip
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
@@ -619,8 +619,8 @@ def _is_over(operand: Any, axes: Iterable[int], *, number: int | None = None, jo
                 waiting.append((below, place, moved))
             elif _is_broadcast(own, shape):
                 first = len(shape) - len(own)
-                along = frozenset(axis - first for axis in along if axis >= first and own[axis - first] == shape[axis])
-                waiting.append((below, place, along))
+                same = frozenset(axis - first for axis in along if axis >= first and own[axis - first] == shape[axis])
+                waiting.append((below, place, same))
             elif reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own))):
                 waiting.append((below, place, along))
     return False

@@ -26,7 +26,7 @@ from tatami.comm.short_sum import ShortSum
 from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
-from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward
+from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward, refuse_replaced
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.model.deferred import DeferredPasses
@@ -1069,6 +1069,7 @@ class TiledModel(nn.Module):
         cut = {id(rows.tensor): (rows, index) for index, block in enumerate(self._rows) for rows in block}
         named: list[tuple[str, torch.Tensor]] = []
         parameters = [(name, each) for name, each in self.named_parameters() if not isinstance(each, StandIn)]
+        refuse_replaced(each for _, each in parameters)
         if self._num_looks > _WHOLE_LOOKS:
             parameters = parameters[self._num_looks % -(-len(parameters) // _LOOKED_AT) :: -(-len(parameters) // _LOOKED_AT)]
         for name, parameter in parameters:

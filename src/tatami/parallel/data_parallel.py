@@ -28,7 +28,7 @@ from tatami.functions.structure import with_tensors
 from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
-from tatami.gradients.engine import GradientEngine
+from tatami.gradients.engine import GradientEngine, refuse_replaced
 from tatami.gradients.loss_graph import Constant
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
@@ -125,7 +125,7 @@ class DataParallel(nn.Module):
         self._watch = Watch(self._comm)
         self._watch.add(lambda: steps_of(trained), refuse_other_steps)
         self._watch.add(self._weights, refuse_other_weights)
-        self._watch.add(self._buffers, self._warn_of_buffers)
+        self._watch.add(self._kept, self._warn_of_buffers)
         self._watch.add(lambda: self._outside.facts, lambda told: self._outside.refuse_others(told))
         options = {
             "reduction": reduction,
@@ -279,10 +279,11 @@ class DataParallel(nn.Module):
 
     def _weights(self) -> dict[str, Numbers]:
         self._num_looks += 1
+        refuse_replaced(self.module.parameters())
         return numbers_of(self.module.named_parameters(), look=self._num_looks)
 
-    def _buffers(self) -> dict[str, Numbers]:
-        """Those that no layer of torch's keeps for evaluation alone."""
+    def _kept(self) -> dict[str, Numbers]:
+        """Buffers, but for running statistics that layers of torch keep for evaluation."""
         modules = [(name, each) for name, each in self.module.named_modules() if not isinstance(each, _NormBase)]
         named = [(f"{name}.{own}".lstrip("."), each) for name, module in modules for own, each in module._buffers.items()]
         return numbers_of([(name, each) for name, each in named if each is not None], look=self._num_looks)
