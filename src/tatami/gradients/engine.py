@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Literal
@@ -553,7 +553,7 @@ class GradientEngine:
         self._modules = list(self._module.modules())
         self._known = self._identities()
         self.parameters = [each for each in self._module.parameters() if self._is_here(each)]
-        if self._are_summed:
+        if self._are_summed and self._comm.size > 1:
             refuse_replaced(self.parameters)
         if self._sums is not None:
             self._watch_parameters()

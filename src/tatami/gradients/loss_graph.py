@@ -363,7 +363,7 @@ def _constants(name: str, node: Any, *, samples: int) -> Iterator[Constant]:
         not along and dims > 0 and leads_to([operand], lambda each: _reduces_samples(_operation(each), each), ends_at=_ends)
     )
     for saved in _CONSTANTS[name] if along or is_of_all else ():
-        value = getattr(node, f"_saved_{saved}", None)
+        value: Any = getattr(node, f"_saved_{saved}", None)
         is_tensor = type(value) is torch.Tensor
         if is_tensor and (value.requires_grad or not value.is_floating_point() or value.dim() > dims or not value.numel()):
             continue

@@ -279,7 +279,7 @@ class DataParallel(nn.Module):
 
     def _weights(self) -> dict[str, Numbers]:
         self._num_looks += 1
-        refuse_replaced(self.module.parameters())
+        refuse_replaced(self.module.parameters() if self._comm.size > 1 else ())
         return numbers_of(self.module.named_parameters(), look=self._num_looks)
 
     def _kept(self) -> dict[str, Numbers]:
