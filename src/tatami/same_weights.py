@@ -53,17 +53,6 @@ def refuse_other_weights(every_rank: Sequence[Mapping[str, Numbers]], *, ranks: 
     Raises:
         InputError: two ranks hold different numbers under one name; names them.
     """
-    found = first_difference(every_rank, ranks=ranks)
-    if found is not None:
-        raise InputError(
-            f"{found} Since the model was made, ranks have changed it by numbers of their own: initialization, noise or "
-            "pruning after that, norms of a rank's own part, or an optimizer that steps what no gradient sum knows. Change "
-            "weights before the model is made, or by numbers that all ranks share"
-        )
-
-
-def first_difference(every_rank: Sequence[Mapping[str, Numbers]], *, ranks: Sequence[int] | None = None) -> str | None:
-    """What two ranks hold different numbers of, and which; None where there is nothing. See `refuse_other_weights`."""
     known: dict[str, tuple[int, Numbers]] = {}
     for rank, weights in zip(ranks or range(len(every_rank)), every_rank, strict=True):
         for name, numbers in weights.items():
@@ -71,8 +60,12 @@ def first_difference(every_rank: Sequence[Mapping[str, Numbers]], *, ranks: Sequ
             if numbers != expected and _differ(expected, numbers):
                 pairs = zip(expected[1:], numbers[1:], strict=False)
                 one, other = next((pair for pair in pairs if pair[0] != pair[1]), (len(expected) - 1, len(numbers) - 1))
-                return f"{name} is not the same on all ranks: {one:g} on rank {first}, {other:g} on rank {rank}."
-    return None
+                raise InputError(
+                    f"{name} is not the same on all ranks: {one:g} on rank {first}, {other:g} on rank {rank}. Since the model "
+                    "was made, ranks have changed it by numbers of their own: initialization, noise or pruning after that, "
+                    "norms of a rank's own part, or an optimizer that steps what no gradient sum knows. Change weights before "
+                    "the model is made, or by numbers that all ranks share"
+                )
 
 
 def _differ(one: Numbers, other: Numbers) -> bool:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -248,10 +247,6 @@ def test_transforms_of_torch_func_are_refused_where_ranks_meet(comm: AbstractCom
                 ModelError, match=r"a transform of torch\.func .* goes through the forward pass of a TiledModel"
             ):
                 slope(here)
-        doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
-        refused = pytest.raises(ModelError, match=r"in place of a parameter of the network, as in torch\.func\.functional_call")
-        with refused if comm.size > 1 else nullcontext():
-            torch.func.functional_call(model, doubled, (here,))
 
 
 SIZES = (9, 9, 2)

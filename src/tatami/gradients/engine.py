@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Literal
@@ -553,8 +553,6 @@ class GradientEngine:
         self._modules = list(self._module.modules())
         self._known = self._identities()
         self.parameters = [each for each in self._module.parameters() if self._is_here(each)]
-        if self._are_summed and self._comm.size > 1:
-            refuse_replaced(self.parameters)
         if self._sums is not None:
             self._watch_parameters()
 
@@ -571,18 +569,6 @@ class GradientEngine:
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next(name for name, own in self._module.named_parameters() if own is parameter)
-
-
-def refuse_replaced(parameters: Iterable[torch.Tensor]) -> None:
-    """
-    Raises:
-        ModelError: a tensor is where a parameter of the network was.
-    """
-    if not all(isinstance(each, nn.Parameter) for each in parameters):
-        raise ModelError(
-            "a tensor stands in place of a parameter of the network, as in torch.func.functional_call, and ranks sum the "
-            "gradients of its own parameters alone. Change these between two steps, or call the plain network"
-        )
 
 
 def notice_backward(output: Any, on_moment: Callable[[PassMoment], None]) -> None:

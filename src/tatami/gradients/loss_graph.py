@@ -134,14 +134,14 @@ class LossFacts(NamedTuple):
         has_weights_of_1: samples are multiplied by different weights, without a gradient, that sum to 1, or are 0 or 1 in the
             mean; or have targets that are 0 in the mean.
         constants: what the loss takes all samples by.
-        operations: between the loss and the outputs, each once.
+        is_judged: whether there was a loss to look at.
     """
 
     factors: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
     has_weights_of_1: bool = False
     constants: tuple[Constant, ...] = ()
-    operations: tuple[str, ...] = ()
+    is_judged: bool = False
 
 
 def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> LossFacts:
@@ -176,7 +176,7 @@ def refuse_other_factors(every_rank: Sequence[tuple[int, LossFacts]]) -> None:
     Raises:
         InputError: ranks multiply what their samples give by different numbers, or take it by different constants; names them.
     """
-    judged = [(rank, at, facts) for rank, (at, facts) in enumerate(every_rank) if facts.operations]
+    judged = [(rank, at, facts) for rank, (at, facts) in enumerate(every_rank) if facts.is_judged]
     for rank, at, facts in judged:
         first, number, known = judged[0]
         is_like_it = at == number and len(facts.factors) == len(known.factors)
@@ -284,8 +284,7 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> tuple[set[Any], L
         if any(one.isdisjoint(other) and {of for of, _ in one} & {of for of, _ in other} for one, other in pairs):
             raise _couples(bent)
     unclear = {node for node, _ in seen if has_unclear_axis(node)}
-    operations = tuple(sorted({_operation(node) for node, _ in seen if not _ends(node)} | {"AccumulateGrad"}))
-    return unclear, LossFacts(tuple(sorted(factors)), tuple(divisors), has_weights_of_1, tuple(constants), operations)
+    return unclear, LossFacts(tuple(sorted(factors)), tuple(divisors), has_weights_of_1, tuple(constants), True)
 
 
 def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -> _Path:
@@ -617,18 +616,13 @@ def _is_over(operand: Any, axes: Iterable[int], *, number: int | None = None, jo
             reduces = name in _OVER_OTHERS and along == {0} and own[:1] == shape[:1] and len(own) > 1
             if moved is not None:
                 waiting.append((below, place, moved))
-            elif _is_broadcast(own, shape):
+            elif len(own) <= len(shape) and all(a in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False)):  # broadcast
                 first = len(shape) - len(own)
                 same = frozenset(axis - first for axis in along if axis >= first and own[axis - first] == shape[axis])
                 waiting.append((below, place, same))
             elif reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own))):
                 waiting.append((below, place, along))
     return False
-
-
-def _is_broadcast(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether an element-wise operation with another tensor may make `shape` of `own`."""
-    return len(own) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
 
 
 def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) -> frozenset[int] | None:

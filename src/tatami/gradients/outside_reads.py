@@ -27,7 +27,7 @@ from torch import nn
 from tatami.comm.agreement import fail_together
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, warn
-from tatami.gradients.loss_graph import Constant, LossFacts, refuse_coupling_loss, refuse_other_factors
+from tatami.gradients.loss_graph import Constant, LossFacts, refuse_coupling_loss
 from tatami.gradients.passes import are_made_by
 
 _LOOKS: Final = 8
@@ -86,10 +86,9 @@ class OutsideReads:
         self.num_passes = 0
         """Forward passes that all ranks make: those of micro-batches count as one."""
         self.facts = 0, LossFacts()
-        """The pass of the loss that was judged last, and what it shows, for `refuse_others`."""
+        """The pass of the loss that was judged last, and what it shows, for `refuse_other_factors`."""
         self.rows: tuple[Constant, ...] = ()
         """How many rows an output has for each row of the input, where the samples of neither are known."""
-        self._warns_of_branches = comm.rank == 0
         self.warns_of_doubts = comm.rank == 0
         """Whether this rank warns of what all ranks see."""
         self._num_doubts = [0, 0]
@@ -162,24 +161,6 @@ class OutsideReads:
                 self._take(name, is_exact=is_exact)
         if is_judged and others:
             self._warn_of(others)
-
-    def refuse_others(self, every_rank: Sequence[tuple[int, LossFacts]]) -> None:
-        """Compare the losses of all ranks, see `refuse_other_factors`; warn where they are other operations.
-
-        Raises:
-            InputError: they do not make up the loss of the whole batch.
-        """
-        refuse_other_factors(every_rank)
-        judged = [(rank, facts.operations) for rank, (_, facts) in enumerate(every_rank) if facts.operations]
-        other = next(((rank, each) for rank, each in judged if each != judged[0][1]), None)
-        if other is not None and self._warns_of_branches:
-            self._warns_of_branches = False
-            differ = ", ".join(sorted(set(other[1]) ^ set(judged[0][1])))
-            warn(
-                f"the losses of rank {judged[0][0]} and rank {other[0]} are computed by different operations ({differ}). If "
-                "ranks choose by numbers of their own samples (if loss.item() > 1), the result depends on how the batch is "
-                "laid over them: choose by model.global_loss(loss), or for each sample by itself (torch.where)"
-            )
 
     def _warn_of_doubts(self, facts: LossFacts) -> None:
         """Warn of what is most likely wrong, when it is seen for the second time: once may be by chance."""

@@ -26,7 +26,8 @@ from tatami.comm.short_sum import ShortSum
 from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
-from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward, refuse_replaced
+from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward
+from tatami.gradients.loss_graph import refuse_other_factors
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.model.deferred import DeferredPasses
@@ -1045,7 +1046,7 @@ class TiledModel(nn.Module):
         watches = [watch] if self.stage is None else [Watch(self.comm, always=debugging()), watch]
         watches[0].add(self._batch.own, self._batch.refuse)
         if not self.comm.changes:  # a rank that has joined has made fewer steps, and looks at other losses than the others
-            watch.add(lambda: self.outside.facts, lambda told: self.outside.refuse_others(told))
+            watch.add(lambda: self.outside.facts, refuse_other_factors)
             # Parameters of other stages, too: a learning rate of one stage alone would be seen by no other rank of it.
             watches[0].add(lambda: steps_of(self.parameters()), refuse_other_steps)
         watch.add(self._weights, self._refuse_other_weights)
@@ -1069,7 +1070,6 @@ class TiledModel(nn.Module):
         cut = {id(rows.tensor): (rows, index) for index, block in enumerate(self._rows) for rows in block}
         named: list[tuple[str, torch.Tensor]] = []
         parameters = [(name, each) for name, each in self.named_parameters() if not isinstance(each, StandIn)]
-        refuse_replaced(each for _, each in parameters)
         if self._num_looks > _WHOLE_LOOKS:
             parameters = parameters[self._num_looks % -(-len(parameters) // _LOOKED_AT) :: -(-len(parameters) // _LOOKED_AT)]
         for name, parameter in parameters:

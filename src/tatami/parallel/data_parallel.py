@@ -28,8 +28,8 @@ from tatami.functions.structure import with_tensors
 from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
-from tatami.gradients.engine import GradientEngine, refuse_replaced
-from tatami.gradients.loss_graph import Constant
+from tatami.gradients.engine import GradientEngine
+from tatami.gradients.loss_graph import Constant, refuse_other_factors
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.inputs import check_at_least
@@ -38,7 +38,7 @@ from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import is_finite, refuse_not_finite
 from tatami.same_model import broadcast_model
 from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
-from tatami.same_weights import Numbers, first_difference, numbers_of, refuse_other_weights
+from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
 
 _ROWS = "rows of an output for each row of the first tensor of the model's input, which are taken for the samples:"
 _engines: weakref.WeakValueDictionary[nn.Module, GradientEngine] = weakref.WeakValueDictionary()
@@ -126,7 +126,7 @@ class DataParallel(nn.Module):
         self._watch.add(lambda: steps_of(trained), refuse_other_steps)
         self._watch.add(self._weights, refuse_other_weights)
         self._watch.add(self._kept, self._warn_of_buffers)
-        self._watch.add(lambda: self._outside.facts, lambda told: self._outside.refuse_others(told))
+        self._watch.add(lambda: self._outside.facts, refuse_other_factors)
         options = {
             "reduction": reduction,
             "speeds": self._shares.speeds,
@@ -279,7 +279,6 @@ class DataParallel(nn.Module):
 
     def _weights(self) -> dict[str, Numbers]:
         self._num_looks += 1
-        refuse_replaced(self.module.parameters() if self._comm.size > 1 else ())
         return numbers_of(self.module.named_parameters(), look=self._num_looks)
 
     def _kept(self) -> dict[str, Numbers]:
@@ -289,14 +288,16 @@ class DataParallel(nn.Module):
         return numbers_of([(name, each) for name, each in named if each is not None], look=self._num_looks)
 
     def _warn_of_buffers(self, every_rank: Sequence[Mapping[str, Numbers]]) -> None:
-        found = first_difference(every_rank) if self._warns_of_buffers else None
-        if found is not None:
-            self._warns_of_buffers = False
-            warn(
-                f"the buffer {found} The forward pass changes it by a rank's own samples (a running mean, a codebook), so what "
-                "is computed with it is not what one machine computes. Change it between two steps, by numbers that all ranks "
-                "share"
-            )
+        try:
+            refuse_other_weights(every_rank)
+        except InputError as error:
+            if self._warns_of_buffers:
+                self._warns_of_buffers = False
+                warn(
+                    f"the buffer {str(error).partition(' Since')[0]} The forward pass changes it by a rank's own samples (a "
+                    "running mean, a codebook), so what is computed with it is not what one machine computes. Change it between "
+                    "two steps, by numbers that all ranks share"
+                )
 
 
 class _Shares:
