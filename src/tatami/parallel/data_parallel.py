@@ -295,8 +295,8 @@ class DataParallel(nn.Module):
                 self._warns_of_buffers = False
                 warn(
                     f"the buffer {str(error).partition(' Since')[0]} The forward pass changes it by a rank's own samples (a "
-                    "running mean, a codebook), so what is computed with it is not what one machine computes. Change it between "
-                    "two steps, by numbers that all ranks share"
+                    "running mean, a codebook), so what is computed with it is not what one machine computes. Change it "
+                    "between two steps, by numbers that all ranks share"
                 )
 
 
