@@ -214,6 +214,55 @@ def test_losses_within_samples_are_exact_where_sizes_do_not_tell_samples_from_co
     model.close()
 
 
+class Bags(nn.EmbeddingBag):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(tokens, torch.arange(3))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("network", "shape", "match"),
+    [
+        (nn.Linear(4, 3), (7, 2, 4), "takes a mean over so many numbers for each row of what the model is given"),
+        (Bags(9, 7), (4,), "takes rows of an output for each row of the first tensor of the model's input"),
+    ],
+)
+def test_samples_that_are_not_the_first_axis_of_the_input_are_found(
+    comm: AbstractCommunicator, network: nn.Module, shape: tuple[int, ...], match: str
+) -> None:
+    """Time first, and tokens of several samples in one row: ranks would be weighed by their steps or tokens."""
+    model = DataParallel(copy.deepcopy(network), comm)
+    rows = torch.ones(*(size + comm.rank * (axis == min(1, len(shape) - 1)) for axis, size in enumerate(shape)))
+    given = rows if isinstance(network, nn.Linear) else rows.long()
+    model(given).square().mean().backward()
+    with pytest.raises(InputError, match=match):
+        model(given)
+
+
+class Kept(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return super().forward(x - self.mean)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only  # rank 0 warns
+def test_buffers_that_ranks_change_by_their_own_samples_are_warned_about(world: World) -> None:
+    networks = [Kept() for _ in range(world.size)]
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = DataParallel(networks[comm.rank], comm)
+        for _ in range(3):
+            model(torch.full((2, 4), 1.0 + comm.rank)).square().mean().backward()
+
+    with pytest.warns(UserWarning, match="the buffer mean is not the same on all ranks: 0.1 on rank 0, 0.2 on rank 1"):
+        world(body)
+
+
 class Similarities(nn.Linear):
     """Gives (samples, samples)."""
 

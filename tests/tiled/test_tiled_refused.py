@@ -72,6 +72,13 @@ def stack(*layers: nn.Module) -> Callable[[Any], object]:
     return lambda comm: made(comm, nn.Sequential(*layers))
 
 
+def sharing(comm: AbstractCommunicator) -> None:
+    shared = nn.Linear(4, 4)
+    network = nn.Sequential(shared, nn.Linear(4, 2))
+    models = [made(comm, network), made(comm, network)]  # all of it twice: copies
+    models.append(made(comm, nn.Sequential(shared, nn.Linear(4, 3))))
+
+
 INEXACT: list[tuple[Any, ...]] = [
     (r"layer 1 \(SyncBatchNorm\) takes its statistics over the batch", nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 4)),
     (r"layer 1 \(InstanceNorm1d\) keeps running stat", nn.Linear(4, 8), nn.InstanceNorm1d(8, track_running_stats=True)),
@@ -96,6 +103,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
         lambda comm: tile(lambda: 3, comm, batch_size=8),  # type: ignore[arg-type,return-value]
     ),
     "tiled": (InputError, "this model is tiled already", lambda comm: made(comm, made(comm, quiet=True), quiet=True)),
+    "a shared layer": (InputError, r"2 parameters of this network \(0\.weight, .* of another one that is tiled", sharing),
     "class of a loss": (
         InputError,
         r"the loss is the class MSELoss; give one of it: MSELoss\(\)",

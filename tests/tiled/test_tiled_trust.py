@@ -552,6 +552,12 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "a mean and a sum of 0.3 of each": (lambda out, y: F.cross_entropy(out, y) + (out.exp() * 0.3).sum(), True),
     "a mean and 0.3 of a sum of some classes": (lambda out, y: out.mean() + 0.3 * out[:, 1:].square().sum(), True),  # noqa: ARG005
     "a mean and 0.3 of a sum of parts": (lambda out, y: out.mean() + 0.3 * out.chunk(2, 1)[0].exp().sum(1).sum(), True),  # noqa: ARG005
+    "one by one": (lambda out, y: sum(F.cross_entropy(row, own) for row, own in zip(out, y, strict=True)), True),  # type: ignore[arg-type,return-value]
+    "one by one, by number": (lambda out, y: sum(out[at].exp()[y[at]] for at in range(len(y))), True),  # type: ignore[arg-type,return-value]
+    "product with a mask": (lambda out, y: out.square().sum(1).dot((y != 1).to(out)) / (y != 1).sum(), True),
+    "gathered": (lambda out, y: out.gather(0, y[None, :3] % 2).square().mean(), True),
+    "softmax of all in a row": (lambda out, y: (out.view(1, -1).softmax(1) * out.view(1, -1)).sum(), True),  # noqa: ARG005
+    "histogram": (lambda out, y: (out[..., None] - WEIGHTS).sigmoid().mean((0, 1)).square().sum(), True),  # noqa: ARG005
     "one class to its mean": (lambda out, y: (out.unbind(1)[0] - out.unbind(1)[0].mean()).square().mean(), True),  # noqa: ARG005
     "one sample": (lambda out, y: out[0].square().mean() + out.square().mean(), True),  # noqa: ARG005
     "elements of each": (elements_of_each, True),
@@ -614,6 +620,18 @@ def squares(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return (output - F.one_hot(classes, 3)).square()
 
 
+def shares(output: torch.Tensor) -> torch.Tensor:
+    """A number for each class, from these samples alone."""
+    return output.detach().exp().mean(0)
+
+
+def has_first(output: torch.Tensor) -> bool:
+    """Whether these samples begin with the first one of the batch."""
+    return bool(torch.isclose(output[0], FIRST, atol=1e-3).all())
+
+
+FIRST = torch.tensor([0.2973, -0.2703, -0.2364], dtype=torch.float64)
+of_positives = F.binary_cross_entropy_with_logits
 OF_RANKS: dict[str, tuple[Loss, bool]] = {
     "detached": (lambda out, y: F.cross_entropy(out, y) / F.cross_entropy(out, y).detach(), True),
     "taken by item": (lambda out, y: squares(out, y).mean() * squares(out, y).sum().item(), True),
@@ -621,6 +639,16 @@ OF_RANKS: dict[str, tuple[Loss, bool]] = {
     "by the mean of a soft mask": (lambda out, y: squares(out, y).mean() / out.detach().sigmoid().mean(), True),
     "0.3 of a mean, and a sum": (lambda out, y: 0.3 * squares(out, y).mean() + out.square().sum() / len(y), False),
     "by the same number": (lambda out, y: F.cross_entropy(out, y) * torch.tensor(2.5), False),
+    "by a condition": (lambda out, y: F.cross_entropy(out, y) * has_first(out), True),
+    "by weights of its classes": (lambda out, y: F.cross_entropy(out, y, shares(out), reduction="none").mean(), True),
+    "by weights of positives": (lambda out, y: of_positives(out, squares(out, y).detach(), pos_weight=shares(out)), True),
+    "by a quantile": (lambda out, y: F.huber_loss(out, WEIGHTS[y, None] + out.detach(), delta=float(out.std())), True),
+    "by its greatest": (lambda out, y: torch.where(out > 0, out / out.detach().max(), squares(out, y)).mean(), True),
+    "by a queue": (lambda out, y: F.cross_entropy(out @ out.detach()[:2].T, y % 2), True),
+    "by shares of its experts": (lambda out, y: F.cross_entropy(out, y) + (out.mean(0) * shares(out)).sum(), True),
+    "more of some": (lambda out, y: squares(out, y)[:, : 1 + has_first(out)].mean(), True),
+    "by the same tensors": (lambda out, y: F.cross_entropy(out @ torch.diag(WEIGHTS), y, reduction="none").mean(), False),
+    "by its share": (lambda out, y: (squares(out, y) * (WEIGHTS / len(y))).sum(), False),
 }
 
 
@@ -632,7 +660,8 @@ def test_a_loss_that_ranks_multiply_by_numbers_of_their_own(comm: AbstractCommun
     loss, is_refused = OF_RANKS[name]
     model = make(network(), comm, *([data(comm.size)] if make is tiled else []))
     x, classes = model.local(batch()[0], CLASSES)
-    with pytest.raises(InputError, match=r"the loss .*multiplies what|the loss is or adds") if is_refused else nullcontext():
+    match = r"the loss .*(multiplies what| takes )|the loss is or adds"
+    with pytest.raises(InputError, match=match) if is_refused else nullcontext():
         for _ in range(6):
             model.zero_grad()
             torch.autograd.backward(loss(model(x), classes))
@@ -646,6 +675,8 @@ def test_a_loss_that_ranks_multiply_by_numbers_of_their_own(comm: AbstractCommun
         (lambda out, y: squares(out, y).sum() / SAMPLES, "divides a sum over the .* samples of rank 0 by"),
         (lambda out, y: (out.square() * torch.arange(len(y)).double().softmax(0)[:, None]).sum(), "weights that sum to 1"),
         (lambda out, y: (squares(out, y) * ((y + 1.5) / (y + 1.5).mean())[:, None]).mean(), "1 in the mean"),
+        (lambda out, y: (out[:, 0] * (y * y - (y * y).double().mean())).mean(), "0 or 1 in the mean"),
+        (lambda out, y: F.mse_loss(out, out.detach() - out.detach().mean(0)), "has targets that are 0 in the mean"),  # noqa: ARG005
         (lambda out, y: (out.square().mean(1) * (y == y[0])).sum() / len(y), None),
         (lambda out, y: (out.square() * WEIGHTS.softmax(0)).sum() / len(y), None),
     ],
@@ -667,6 +698,35 @@ def test_a_loss_that_is_most_likely_wrong_is_warned_about(world: World, loss: Lo
     assert len(told) == (match is not None)
     if match is not None:
         assert re.search(match, told[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [DataParallel, tiled])
+def test_a_gradient_that_is_given_is_a_part_of_the_loss(comm: AbstractCommunicator, make: Any) -> None:
+    """Of what each sample gives, ones make their sum, and one over their number makes their mean; of a single number, it is a
+    factor. Gradients of a copy of the output are those of the loss."""
+    plain, model = network(), make(network(), comm, *([data(comm.size)] if make is tiled else []))
+    x, classes = model.local(batch()[0], CLASSES)
+    losses = F.cross_entropy(model(x), classes, reduction="none")
+    with pytest.raises(InputError, match=r"the loss is or adds a sum over the .* samples"):
+        losses.backward(torch.ones_like(losses))
+    model.zero_grad()
+    losses = F.cross_entropy(model(x), classes, reduction="none")
+    losses.backward(torch.full_like(losses, 1 / len(losses)))
+    output = model(x)
+    leaf = output.detach().requires_grad_()
+    torch.autograd.backward(F.cross_entropy(leaf, classes), torch.tensor(0.5))
+    output.backward(leaf.grad)
+    torch.autograd.backward(F.cross_entropy(plain(batch()[0]), CLASSES), torch.tensor(1.5))
+    assert_close(gradients(model.module), gradients(plain), what="gradients")
+
+    def weighed_by_itself() -> None:
+        for _ in range(6):
+            loss = F.cross_entropy(model(x), classes)
+            loss.backward(loss.detach())
+
+    with pytest.raises(InputError, match=r"the loss of rank 1 multiplies what its samples give by"):
+        weighed_by_itself()
 
 
 def test_a_mean_that_is_said_to_be_a_sum(comm: AbstractCommunicator) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -46,8 +46,8 @@ _REDUCING = frozenset({"Mean", "Sum", "Nansum"})
 _COUPLING = frozenset({
     "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "StdMean", "Var", "VarMean", "Logsumexp",
     "Prod", "Median", "Nanmedian", "Mode", "Kthvalue", "Topk", "Sort", "Cummax", "Cummin", "Cumsum", "Cumprod", "Logcumsumexp",
-    "Softmax", "LogSoftmax", "Roll", "Flip", "NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "Dist", "Pdist",
-    "FftC2C", "FftR2C", "FftC2R", "LinalgSvd", "LinalgQr", "LinalgEigh", "LinalgEig", "LinalgSlogdet", "LinalgDet",
+    "Softmax", "LogSoftmax", "Roll", "Flip", "Gather", "Take", "NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "Dist",
+    "Pdist", "FftC2C", "FftR2C", "FftC2R", "LinalgSvd", "LinalgQr", "LinalgEigh", "LinalgEig", "LinalgSlogdet", "LinalgDet",
     "LinalgInvEx", "LinalgCholeskyEx", "LinalgSolveEx", "LinalgLstsq",
 })  # fmt: skip
 """Operations that combine many numbers into one, or that make each of many depend on the others."""
@@ -71,6 +71,23 @@ _ACROSS_RANKS = frozenset({
 })  # fmt: skip
 """What takes numbers of other ranks: `over_batch`, `tatami.functions`, `torch.distributed.nn`. Nothing below is judged."""
 _CUTTING = frozenset({"Slice", "Split", "SplitWithSizes", "Unbind", "Select"})
+_CONSTANTS = {
+    "Mul": ("other", "self"), "Div": ("other", "self"), "Maximum": ("other", "self"), "Minimum": ("other", "self"),
+    "Addcmul": ("tensor1", "tensor2"), "Addcdiv": ("tensor1", "tensor2"), "Lerp": ("weight",), "MseLoss": ("target",),
+    "Mm": ("mat2", "self"), "Addmm": ("mat2", "mat1"), "Bmm": ("mat2", "self"), "Baddbmm": ("batch2", "batch1"),
+    "Mv": ("vec", "self"), "Cdist": ("x1", "x2"), "NllLoss": ("weight",), "NllLoss2D": ("weight",),
+    "MultiMarginLoss": ("weight",), "BinaryCrossEntropy": ("weight",), "BinaryCrossEntropyWithLogits": ("weight", "pos_weight"),
+    "HuberLoss": ("delta",), "SmoothL1Loss": ("beta",), "Pow": ("exponent",), "Clamp": ("min", "max"), "ClampMin": ("min",),
+    "ClampMax": ("max",),
+}  # fmt: skip
+"""What operations save of the numbers and tensors by which they take what the network gives."""
+_WEIGHTS = {"Mul": "", "MseLoss": "_saved_target", "SmoothL1Loss": "_saved_target", "HuberLoss": "_saved_target"}
+"""Operations whose other operand, or what they save, may be weights or targets that were normalized."""
+_CENTERED = 1e-6
+"""Sum of numbers from which their mean was taken, as a fraction of their size."""
+_ROWS = "a mean over so many numbers for each row of what the model is given:"
+_DIGESTED = 4096
+"""Elements of a tensor that are compared."""
 _REMEDY = (
     "A rank sees a part of the batch: the loss must be the mean, or the sum, of what its samples give one by one. Take "
     "model.over_batch(...) of the means that such a loss is made of, which gives those of the global batch"
@@ -84,11 +101,27 @@ class _Path(NamedTuple):
         divisor: of a single number, by what it is divided; None for several.
         factor: what that number is multiplied by in all, without its sign; nan where that is not known.
         bent: an operation that is not linear.
+        row: for several numbers, the factor of the single one that they were made into; nan where several of them were joined.
     """
 
     divisor: float | None
     factor: float
     bent: str
+    row: float = 1.0
+
+
+class Constant(NamedTuple):
+    """What a loss takes all samples of a rank by.
+
+    Attributes:
+        what: the operation, with the shape of what it saves.
+        number: other ranks have the same, if they take the same.
+        of_share: or they have the same in place of this, where it is in proportion to the number of a rank's samples.
+    """
+
+    what: str
+    number: float
+    of_share: float
 
 
 class LossFacts(NamedTuple):
@@ -98,12 +131,17 @@ class LossFacts(NamedTuple):
         factors: by what each mean over samples is multiplied; a sum counts as so many times the mean. Where the loss is a sum:
             by what each sample is.
         divisors: by what sums over samples are divided.
-        has_weights_of_1: samples are multiplied by different weights, without a gradient, that sum to 1, or are 1 in the mean.
+        has_weights_of_1: samples are multiplied by different weights, without a gradient, that sum to 1, or are 0 or 1 in the
+            mean; or have targets that are 0 in the mean.
+        constants: what the loss takes all samples by.
+        is_judged: whether there was a loss to look at.
     """
 
     factors: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
     has_weights_of_1: bool = False
+    constants: tuple[Constant, ...] = ()
+    is_judged: bool = False
 
 
 def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> LossFacts:
@@ -118,35 +156,45 @@ def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> LossFacts:
     roots = list(roots)
     unclear, facts = _refuse_coupling(roots, samples=samples)
     errors = []
-    for number in (0, -1) if unclear else ():
+    for number in (-1, 0) if unclear else ():
         try:
             with assumed_axis(unclear, number):
-                _refuse_coupling(roots, samples=samples)
+                _, facts = _refuse_coupling(roots, samples=samples)  # those of the first axis are compared
         except InputError as error:
             errors.append(error)
     if len(errors) == 2:  # whichever axis the samples are along, as of the similarities of all samples with all
-        raise errors[0]
+        raise errors[-1]
     return facts
 
 
-def refuse_other_factors(every_rank: Sequence[tuple[int, Sequence[float]]]) -> None:
+def refuse_other_factors(every_rank: Sequence[tuple[int, LossFacts]]) -> None:
     """
     Args:
-        every_rank: the number of a pass, and `LossFacts.factors` of its loss; the same on all ranks, which then all raise or
-            none. Those of other passes than the first rank's are not compared.
+        every_rank: the number of a pass, and what its loss shows; the same on all ranks, which then all raise or none. Those of
+            other passes than the first rank's are not compared.
 
     Raises:
-        InputError: ranks multiply what their samples give by different numbers; names them.
+        InputError: ranks multiply what their samples give by different numbers, or take it by different constants; names them.
     """
-    first, (number, factors) = next(((rank, each) for rank, each in enumerate(every_rank) if each[1]), (0, (0, ())))
-    for rank, (at, theirs) in enumerate(every_rank):
-        is_like_it = at == number and len(theirs) == len(factors)
-        for one, other in zip(factors, theirs, strict=True) if is_like_it else ():
+    judged = [(rank, at, facts) for rank, (at, facts) in enumerate(every_rank) if facts.is_judged]
+    for rank, at, facts in judged:
+        first, number, known = judged[0]
+        is_like_it = at == number and len(facts.factors) == len(known.factors)
+        for one, other in zip(known.factors, facts.factors, strict=True) if is_like_it else ():
             if not math.isclose(one, other, rel_tol=_SAME):
                 raise InputError(
                     f"the loss of rank {rank} multiplies what its samples give by {other:.4g}, that of rank {first} by "
                     f"{one:.4g}: a number that it is multiplied by, or divided by, is another one on each rank (a mean that "
                     f"was detached or taken by .item(), how many targets count, a random draw). {_REMEDY}"
+                )
+        is_like_it = at == number and [each.what for each in facts.constants] == [each.what for each in known.constants]
+        for mine, yours in zip(known.constants, facts.constants, strict=True) if is_like_it else ():
+            pairs = (mine.number, yours.number), (mine.of_share, yours.of_share)
+            if not any(math.isclose(*pair, rel_tol=_SAME) for pair in pairs):
+                raise InputError(
+                    f"the loss of rank {rank} takes {mine.what} {yours.number:.4g}, that of rank {first} {mine.number:.4g}, as "
+                    "if it were computed from a rank's own samples, so that these losses do not make up the whole one. "
+                    f"{_REMEDY}; or compute class weights, thresholds and so on from the global batch, before model.local(...)"
                 )
 
 
@@ -156,7 +204,7 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> tuple[set[Any], L
     cut: dict[tuple[Any, int], set[range]] = {}
     bends: list[tuple[str, Any]] = []
     is_cut = has_weights_of_1 = False
-    factors, divisors = list[float](), list[float]()
+    factors, divisors, constants = list[float](), list[float](), list[Constant]()
     while waiting:
         node, path = waiting.pop()
         name, bent = _operation(node), path.bent
@@ -183,17 +231,27 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> tuple[set[Any], L
         if name in _TAKING and _is_over_samples(node, joined=False):
             rows, samples_here = _rows(node)
             cut.setdefault((node.next_functions[0], samples_here), set()).add(rows)
+        row = path.row if path.divisor is None else path.factor
+        if samples and row == 1 and name in ("Select", "Unbind") and _is_over_samples(node, joined=False):
+            raise InputError(
+                f"the loss adds up what the {samples} samples of this rank give, one by one, and reduction='mean' says that it "
+                "is their mean. Divide by their number, len(x), or give reduction='sum'"
+            )
         is_cut = is_cut or (name in _CUTTING and _is_over_samples(node, joined=False))
         bent = bent or (name if multiplies or name in _BENT | _COUPLING else "")
         if bent and len(below) > 1:
             bends.append((bent, node))
-        has_weights_of_1 = has_weights_of_1 or (name == "Mul" and not multiplies and _sum_to_1(node))
+        has_weights_of_1 = has_weights_of_1 or (name in _WEIGHTS and not multiplies and _are_normalized(node, _WEIGHTS[name]))
+        constants += _constants(name, node, samples=samples) if name in _CONSTANTS else ()
         is_number = path.divisor is not None and math.prod(_shape(node)) == 1
         waiting += [(other, _further(path, name, node, bent=bent, is_number=is_number)) for other in below]
         if not is_number:
             continue
         _refuse_other_reduction(path, name, node, samples=samples)
         if (_is_sum(node) or _is_mean(name, node)) and _is_over_samples(node):
+            if samples and not _is_sum(node):
+                each = math.prod(_shape(below[0])) / samples
+                constants.append(Constant(_ROWS, each, each))
             number = samples or max(_samples_of(node), default=0)
             factor = path.factor * _factor_below(node)
             of_mean = factor * number if _is_sum(node) else factor
@@ -226,13 +284,14 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> tuple[set[Any], L
         if any(one.isdisjoint(other) and {of for of, _ in one} & {of for of, _ in other} for one, other in pairs):
             raise _couples(bent)
     unclear = {node for node, _ in seen if has_unclear_axis(node)}
-    return unclear, LossFacts(tuple(sorted(factors)), tuple(divisors), has_weights_of_1)
+    return unclear, LossFacts(tuple(sorted(factors)), tuple(divisors), has_weights_of_1, tuple(constants), True)
 
 
 def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -> _Path:
     """The path to what a node is made of."""
     if not is_number or path.divisor is None or name not in _LINEAR | _PRODUCTS:
-        return _Path(None, math.nan, bent)
+        row = path.row if path.divisor is None else path.factor
+        return _Path(None, math.nan, bent, math.nan if name in _JOINING else row)
     factor = _factor(node) if name in _PRODUCTS else 1.0
     is_divided = name == "Div" and factor > 0
     return _Path(path.divisor / factor if is_divided else path.divisor, path.factor * factor, bent)
@@ -244,9 +303,9 @@ def _factor(node: Any) -> float:
     # Where it is on another pipeline stage, a stand-in has no value.
     if type(value) is torch.Tensor and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, int | float) or not value:
+    if not isinstance(value, int | float) or (not value and _operation(node) == "Div"):
         return math.nan
-    return abs(1 / value if _operation(node) == "Div" else value)
+    return float(abs(1 / value if _operation(node) == "Div" else value))
 
 
 def _factor_below(node: Any) -> float:
@@ -294,17 +353,54 @@ def _multiplier(node: Any) -> Any:
     return getattr(node, "_saved_other" if is_second else "_saved_self", None)
 
 
-def _sum_to_1(node: Any) -> bool:
+def _constants(name: str, node: Any, *, samples: int) -> Iterator[Constant]:
+    """`LossFacts.constants` of an operation."""
+    operand, number = next((edge for edge in node.next_functions if edge[0] is not None), (None, 0))
+    dims = len(_shape(operand, number)) if operand is not None else 0
+    along = {axis for axis in range(dims) if _is_over(operand, {axis}, number=number)}
+    is_of_all = (
+        not along and dims > 0 and leads_to([operand], lambda each: _reduces_samples(_operation(each), each), ends_at=_ends)
+    )
+    for saved in _CONSTANTS[name] if along or is_of_all else ():
+        value: Any = getattr(node, f"_saved_{saved}", None)
+        is_tensor = type(value) is torch.Tensor
+        if is_tensor and (value.requires_grad or not value.is_floating_point() or value.dim() > dims or not value.numel()):
+            continue
+        if is_tensor and value.numel() > 1:
+            first = dims - value.dim()  # where axes of both are counted from the last one
+            varies = {axis + first for axis in range(value.dim()) if value.shape[axis] > 1 and value.stride(axis)}
+            if name in _MATRIX_PRODUCTS or name in ("Addmm", "Baddbmm"):
+                varies = (varies - {dims - 1, dims - 2}) | {dims - 2 if saved in ("self", "mat1", "batch1") else dims - 1}
+            if not along & varies:
+                digest = _digest(value)
+                yield Constant(f"{name} with {saved} of shape {tuple(value.shape)}, a digest of which is", digest, digest)
+        elif is_tensor or isinstance(value, int | float):
+            own = float(value)
+            times = 1 / max(samples, 1) if name == "Div" else samples if name == "Mul" or saved == "weight" else 1.0
+            yield Constant(f"{name} with {saved}", own, own * (times or 1.0))
+
+
+def _digest(values: torch.Tensor) -> float:
+    """A number around 30 that tells tensors apart, whatever number all elements are multiplied by."""
+    flat = values.detach().reshape(-1)[:: -(-values.numel() // _DIGESTED)].double()
+    mixed = torch.dot(flat, torch.arange(len(flat), dtype=torch.float64, device=flat.device).mul(1.7).add(0.3).sin())
+    found = 30 + float(mixed / flat.norm().clamp(min=1e-300))
+    return found if math.isfinite(found) else 0.0
+
+
+def _are_normalized(node: Any, saved: str) -> bool:
     """Whether a product multiplies samples by weights that were normalized over the samples of this rank, as it seems: they
-    differ, and sum to 1 or are 1 in the mean. Masks may do so by chance."""
-    weights = _multiplier(node)
+    differ, and sum to 1 or are 0 or 1 in the mean; or whether targets are 0 in the mean. Masks may do so by chance."""
+    weights = getattr(node, saved, None) if saved else _multiplier(node)
     if type(weights) is not torch.Tensor or not weights.dim() or len(weights) not in _samples_of(node) - {1}:
         return False
     values = weights.detach().double()
     rows, total = values.reshape(len(values), -1).sum(1), float(values.sum())
-    if float(rows.max() - rows.min()) < _SAME * abs(total) / len(rows) or bool(((values == 0) | (values == 1)).all()):
+    if float(rows.max() - rows.min()) < _SAME * abs(total) / len(rows) or bool((values == values.round()).all()):
         return False
-    return any(math.isclose(total, whole, rel_tol=1e-5) for whole in (1.0, float(values.numel())))
+    size = _CENTERED * float(values.abs().sum())
+    is_centered = abs(total) < size or float(values.sum(0).abs().max()) < size
+    return is_centered or (not saved and any(math.isclose(total, whole, rel_tol=1e-5) for whole in (1.0, values.numel())))
 
 
 def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) -> None:
@@ -313,6 +409,8 @@ def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) 
     Weights that each sample is multiplied by, and a factor such as one over their number, can make one of the other.
     """
     assert path.divisor is not None
+    if not path.factor:
+        return
     if samples and _is_sum(node) and not _is_multiple(path.divisor, samples) and _leads_to_output([node]):
         below = [other for other, _ in node.next_functions]
         adds_means = leads_to(below, lambda other: _reduces_samples(_operation(other), other), ends_at=_ends)
@@ -431,7 +529,7 @@ def _is_bent(name: str, node: Any) -> bool:
 
 
 def _is_sum(node: Any) -> bool:
-    return _operation(node) in ("Sum", "Nansum") or getattr(node, "_saved_reduction", 0) == _SUM
+    return _operation(node) in ("Sum", "Nansum", "Dot") or getattr(node, "_saved_reduction", 0) == _SUM
 
 
 def _is_mean(name: str, node: Any) -> bool:
@@ -518,7 +616,11 @@ def _is_over(operand: Any, axes: Iterable[int], *, number: int | None = None, jo
             reduces = name in _OVER_OTHERS and along == {0} and own[:1] == shape[:1] and len(own) > 1
             if moved is not None:
                 waiting.append((below, place, moved))
-            elif own == shape or (reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own)))):
+            elif len(own) <= len(shape) and all(a in (1, b) for a, b in zip(own[::-1], shape[::-1], strict=False)):  # broadcast
+                first = len(shape) - len(own)
+                same = frozenset(axis - first for axis in along if axis >= first and own[axis - first] == shape[axis])
+                waiting.append((below, place, same))
+            elif reduces and (name == "NllLoss" or 0 not in _axes(node, among=len(own))):
                 waiting.append((below, place, along))
     return False
 
@@ -541,11 +643,8 @@ def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) 
     if name in ("Select", "Unbind"):
         dropped = _axis(node._saved_dim, among)
         return frozenset(axis + (axis >= dropped) for axis in axes)
-    if name in _RESHAPING and axes == {0} and among and shape:
-        merged = among - len(shape) + 1
-        if merged > 1 and math.prod(own[:merged]) == shape[0]:
-            return frozenset(range(merged))
-        return axes  # the first axis, longer or shorter, has what the first one has
+    if name in _RESHAPING and among and shape:
+        return frozenset(_reshaped(axes, shape, own))
     if name == "Expand":
         new = len(shape) - among
         return frozenset(axis - new for axis in axes if axis >= new and own[axis - new] == shape[axis])
@@ -553,6 +652,19 @@ def _moved(name: str, node: Any, axes: frozenset[int], *, own: tuple[int, ...]) 
         added = _axis(node._saved_dim, among + 1)
         return frozenset(axis - (axis > added) for axis in axes if axis != added)
     return None
+
+
+def _reshaped(axes: frozenset[int], shape: tuple[int, ...], own: tuple[int, ...]) -> Iterator[int]:
+    """Which axes of `own`, viewed as `shape`, those of that shape go along: of one axis that became several, the first does."""
+    mine, theirs = ([axis for axis, size in enumerate(each) if size != 1] for each in (own, shape))
+    while mine and theirs:
+        here, there = [mine.pop(0)], [theirs.pop(0)]
+        while (a := math.prod(own[axis] for axis in here)) != (b := math.prod(shape[axis] for axis in there)):
+            if not (mine if a < b else theirs):
+                return
+            (here if a < b else there).append((mine if a < b else theirs).pop(0))
+        if there[0] in axes:
+            yield from here if len(there) == 1 else here[:1]
 
 
 def _rolls_parts(name: str, node: Any) -> bool:

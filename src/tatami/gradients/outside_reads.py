@@ -27,7 +27,7 @@ from torch import nn
 from tatami.comm.agreement import fail_together
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, warn
-from tatami.gradients.loss_graph import LossFacts, refuse_coupling_loss
+from tatami.gradients.loss_graph import Constant, LossFacts, refuse_coupling_loss
 from tatami.gradients.passes import are_made_by
 
 _LOOKS: Final = 8
@@ -85,8 +85,10 @@ class OutsideReads:
         """Samples of the global batch, where they are known."""
         self.num_passes = 0
         """Forward passes that all ranks make: those of micro-batches count as one."""
-        self.factors: tuple[int, tuple[float, ...]] = 0, ()
-        """The pass of the loss that was judged last, and its factors, for `refuse_other_factors`."""
+        self.facts = 0, LossFacts()
+        """The pass of the loss that was judged last, and what it shows, for `refuse_other_factors`."""
+        self.rows: tuple[Constant, ...] = ()
+        """How many rows an output has for each row of the input, where the samples of neither are known."""
         self.warns_of_doubts = comm.rank == 0
         """Whether this rank warns of what all ranks see."""
         self._num_doubts = [0, 0]
@@ -139,7 +141,7 @@ class OutsideReads:
         if is_due and are_made_by(self, roots):  # another model may be alive as well
             is_judged = self.samples is not None
             facts = LossFacts() if self.samples is None else refuse_coupling_loss(roots, samples=self.samples)
-            self.factors = self.num_passes, facts.factors
+            self.facts = self.num_passes, facts._replace(constants=facts.constants + self.rows)
             self._warn_of_doubts(facts)
         if not self.adds_terms and not is_judged and not (is_due and self._shares_units):
             return
@@ -167,9 +169,10 @@ class OutsideReads:
             f"the loss divides a sum over the {here} samples of rank {self.comm.rank} by {batch}, the size of the whole batch; "
             "reduction='mean' says that it is the mean over them. Divide by their own number, len(x), or give reduction='sum'. "
             f"If {batch} is meant as a multiple of {here}, it is right as it is": here and here != batch in facts.divisors,
-            f"the loss multiplies the samples of rank {self.comm.rank} by weights that sum to 1 or are 1 in the mean. If they "
-            "were normalized over these samples, gradients depend on how the batch is laid over the ranks: normalize them over "
-            "the global batch, before model.local(...), or divide by model.over_batch(their mean)": facts.has_weights_of_1,
+            f"the loss multiplies the samples of rank {self.comm.rank} by weights that sum to 1 or are 0 or 1 in the mean, or "
+            "has targets that are 0 in the mean. If they were normalized over these samples, gradients depend on how the batch "
+            "is laid over the ranks: normalize over the global batch, before model.local(...), or by model.over_batch(their "
+            "mean)": facts.has_weights_of_1,
         }
         for number, (doubt, is_found) in enumerate(doubts.items()):
             self._num_doubts[number] += bool(is_found)
@@ -259,6 +262,19 @@ def _below(name: str, state: tuple[bool, bool] | None, branches: int) -> tuple[b
     return (True, True) if name in _ELEMENTWISE and summed else None
 
 
+@torch.enable_grad()
+def _weighed_roots(tensors: Sequence[Any], gradients: Any) -> list[Any]:
+    """The last nodes of these losses; where one is given a gradient, of the sum that this stands for."""
+    given = gradients if isinstance(gradients, Sequence) else [gradients] * len(tensors)
+    found = []
+    for tensor, gradient in zip(tensors, given, strict=False):
+        if type(tensor) is torch.Tensor and type(gradient) is torch.Tensor and tensor.shape == gradient.shape:
+            first = gradient.detach().flatten()[:1].sum()
+            tensor = tensor.sum() * first if bool((gradient == first).all()) else (tensor * gradient.detach()).sum()
+        found += [tensor.grad_fn] if isinstance(tensor, torch.Tensor) else []
+    return found
+
+
 def _models() -> weakref.WeakSet[OutsideReads]:
     """The models of this thread."""
     found: weakref.WeakSet[OutsideReads] = _here.__dict__.setdefault("models", weakref.WeakSet())
@@ -278,9 +294,10 @@ def _watch() -> None:
             if models and torch._C._current_graph_task_id() < 0:
                 given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
                 roots = [each.grad_fn for each in given if isinstance(each, torch.Tensor)]
+                judged = _weighed_roots(given, args[0] if args else kwargs.get("grad_tensors"))
                 for model in list(models):
                     with fail_together(model.comm, only=InputError):
-                        model.look(roots)
+                        model.look(judged)
                 run = functools.partial(backward, tensors, *args, **kwargs)
                 if any(model.defer(run, roots) for model in list(models)):
                     return None

@@ -1046,7 +1046,7 @@ class TiledModel(nn.Module):
         watches = [watch] if self.stage is None else [Watch(self.comm, always=debugging()), watch]
         watches[0].add(self._batch.own, self._batch.refuse)
         if not self.comm.changes:  # a rank that has joined has made fewer steps, and looks at other losses than the others
-            watch.add(lambda: self.outside.factors, refuse_other_factors)
+            watch.add(lambda: self.outside.facts, refuse_other_factors)
             # Parameters of other stages, too: a learning rate of one stage alone would be seen by no other rank of it.
             watches[0].add(lambda: steps_of(self.parameters()), refuse_other_steps)
         watch.add(self._weights, self._refuse_other_weights)

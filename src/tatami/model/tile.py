@@ -40,6 +40,7 @@ from tatami.runtime.allocator import TIGHT, give_freed_memory_back, trim_once
 from tatami.runtime.devices import settle_devices, with_memory
 from tatami.runtime.local_draws import LocalDraws
 from tatami.runtime.losses import LossReduction, check_reduction
+from tatami.runtime.norms import models
 from tatami.runtime.overlapped_sums import may_overlap
 from tatami.runtime.phases import phases_of
 from tatami.same_model import broadcast_model
@@ -143,6 +144,7 @@ def tile(
             in more than values; on all ranks: a device that is not there, or what is not done on one.
     """
     plain = _plain(model, comm)
+    _refuse_shared(plain)
     is_made_here = plain is not model
     if reduction is not None:
         check_reduction(reduction)
@@ -434,6 +436,24 @@ def _plain(model: nn.Module | Callable[[], nn.Module], comm: AbstractCommunicato
     if next(model.parameters(), None) is None:
         raise InputError(f"this {type(model).__name__} has no parameters: there is nothing to train on several ranks")
     return model
+
+
+def _refuse_shared(network: nn.Module) -> None:
+    """
+    Raises:
+        InputError: a network that is tiled has some of its parameters, and not all.
+    """
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    for other in models():
+        theirs = other.plain_parameters() if isinstance(other, TiledModel) and not other.comm.is_closed else []
+        shared = [names[id(each)] for each in theirs if id(each) in names]
+        if 0 < len(shared) < max(len(names), len(theirs)):
+            raise InputError(
+                f"{len(shared)} parameters of this network ({shared[0]}, ...) are those of another one that is tiled already, "
+                "and both models would have copies of their own, which are trained apart. Put what shares weights into one "
+                "module, and tile that; or tile the shared part by itself, and call one model after the other; or close() the "
+                "first"
+            )
 
 
 def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) -> Cluster | None:

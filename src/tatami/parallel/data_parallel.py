@@ -17,18 +17,19 @@ from typing import Any, Literal, Never
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tatami.batch import cut_batch, samples_of
 from tatami.cluster import Cluster
 from tatami.comm.agreement import Watch, fail_together, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.errors import InputError, ModelError, TatamiError
+from tatami.errors import InputError, ModelError, TatamiError, warn
 from tatami.functions.structure import with_tensors
 from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
-from tatami.gradients.loss_graph import refuse_other_factors
+from tatami.gradients.loss_graph import Constant, refuse_other_factors
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.inputs import check_at_least
@@ -39,6 +40,7 @@ from tatami.same_model import broadcast_model
 from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
 from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
 
+_ROWS = "rows of an output for each row of the first tensor of the model's input, which are taken for the samples:"
 _engines: weakref.WeakValueDictionary[nn.Module, GradientEngine] = weakref.WeakValueDictionary()
 
 
@@ -119,11 +121,12 @@ class DataParallel(nn.Module):
                 )
         self._comm = comm.duplicate()
         watch_steps()
-        self._num_looks = 0
+        self._num_looks, self._warns_of_buffers = 0, comm.rank == 0
         self._watch = Watch(self._comm)
         self._watch.add(lambda: steps_of(trained), refuse_other_steps)
         self._watch.add(self._weights, refuse_other_weights)
-        self._watch.add(lambda: self._outside.factors, refuse_other_factors)
+        self._watch.add(self._kept, self._warn_of_buffers)
+        self._watch.add(lambda: self._outside.facts, refuse_other_factors)
         options = {
             "reduction": reduction,
             "speeds": self._shares.speeds,
@@ -187,10 +190,11 @@ class DataParallel(nn.Module):
         for norm in self._norms:
             norm.loss_weight = begun.weight
         output = self._engine.outputs(begun, self.module(*args, **kwargs), reduction=self._reduction)
-        need_gradients = set[bool]()
+        need_gradients, shapes = set[bool](), list[torch.Size]()
 
         def look(tensor: torch.Tensor) -> torch.Tensor:
             need_gradients.add(tensor.requires_grad)
+            shapes.extend([tensor.shape] if tensor.numel() > 1 else [])
             return tensor
 
         with_tensors(output, look)
@@ -199,6 +203,9 @@ class DataParallel(nn.Module):
                 f"the output of {type(self.module).__name__}, {type(output).__name__}, holds no tensor that needs gradients; "
                 "return a tensor, or a tuple, list or dict of them"
             )
+        has_samples = samples < 2 or any(samples in shape or shape[0] % samples == 0 for shape in shapes)
+        rows = 0.0 if has_samples or not shapes else shapes[0][0] / samples
+        self._outside.rows = (Constant(_ROWS, rows, rows),) if rows else ()
         return output
 
     def _judged(self, samples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -273,6 +280,24 @@ class DataParallel(nn.Module):
     def _weights(self) -> dict[str, Numbers]:
         self._num_looks += 1
         return numbers_of(self.module.named_parameters(), look=self._num_looks)
+
+    def _kept(self) -> dict[str, Numbers]:
+        """Buffers, but for running statistics that layers of torch keep for evaluation."""
+        modules = [(name, each) for name, each in self.module.named_modules() if not isinstance(each, _NormBase)]
+        named = [(f"{name}.{own}".lstrip("."), each) for name, module in modules for own, each in module._buffers.items()]
+        return numbers_of([(name, each) for name, each in named if each is not None], look=self._num_looks)
+
+    def _warn_of_buffers(self, every_rank: Sequence[Mapping[str, Numbers]]) -> None:
+        try:
+            refuse_other_weights(every_rank)
+        except InputError as error:
+            if self._warns_of_buffers:
+                self._warns_of_buffers = False
+                warn(
+                    f"the buffer {str(error).partition(' Since')[0]} The forward pass changes it by a rank's own samples (a "
+                    "running mean, a codebook), so what is computed with it is not what one machine computes. Change it "
+                    "between two steps, by numbers that all ranks share"
+                )
 
 
 class _Shares:
