@@ -240,6 +240,8 @@ def test_samples_that_are_not_the_first_axis_of_the_input_are_found(
 
 
 class Kept(nn.Linear):
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(4, 3)
         self.register_buffer("mean", torch.zeros(4))

@@ -552,8 +552,8 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "a mean and a sum of 0.3 of each": (lambda out, y: F.cross_entropy(out, y) + (out.exp() * 0.3).sum(), True),
     "a mean and 0.3 of a sum of some classes": (lambda out, y: out.mean() + 0.3 * out[:, 1:].square().sum(), True),  # noqa: ARG005
     "a mean and 0.3 of a sum of parts": (lambda out, y: out.mean() + 0.3 * out.chunk(2, 1)[0].exp().sum(1).sum(), True),  # noqa: ARG005
-    "one by one": (lambda out, y: sum(F.cross_entropy(row, own) for row, own in zip(out, y, strict=True)), True),  # type: ignore[arg-type,return-value]
-    "one by one, by number": (lambda out, y: sum(out[at].exp()[y[at]] for at in range(len(y))), True),  # type: ignore[arg-type,return-value]
+    "one by one": (lambda out, y: sum(F.cross_entropy(row, own) for row, own in zip(out, y, strict=True)), True),  # type: ignore[dict-item]
+    "one by one, by number": (lambda out, y: sum(out[at].exp()[y[at]] for at in range(len(y))), True),  # type: ignore[dict-item]
     "product with a mask": (lambda out, y: out.square().sum(1).dot((y != 1).to(out)) / (y != 1).sum(), True),
     "gathered": (lambda out, y: out.gather(0, y[None, :3] % 2).square().mean(), True),
     "softmax of all in a row": (lambda out, y: (out.view(1, -1).softmax(1) * out.view(1, -1)).sum(), True),  # noqa: ARG005
@@ -677,6 +677,7 @@ def test_a_loss_that_ranks_multiply_by_numbers_of_their_own(comm: AbstractCommun
         (lambda out, y: (squares(out, y) * ((y + 1.5) / (y + 1.5).mean())[:, None]).mean(), "1 in the mean"),
         (lambda out, y: (out[:, 0] * (y * y - (y * y).double().mean())).mean(), "0 or 1 in the mean"),
         (lambda out, y: F.mse_loss(out, out.detach() - out.detach().mean(0)), "has targets that are 0 in the mean"),  # noqa: ARG005
+        (lambda out, y: (out * ((y + 1.5)[:, None] * (WEIGHTS - WEIGHTS.mean()))).square().mean(), None),
         (lambda out, y: (out.square().mean(1) * (y == y[0])).sum() / len(y), None),
         (lambda out, y: (out.square() * WEIGHTS.softmax(0)).sum() / len(y), None),
     ],
@@ -709,21 +710,21 @@ def test_a_gradient_that_is_given_is_a_part_of_the_loss(comm: AbstractCommunicat
     x, classes = model.local(batch()[0], CLASSES)
     losses = F.cross_entropy(model(x), classes, reduction="none")
     with pytest.raises(InputError, match=r"the loss is or adds a sum over the .* samples"):
-        losses.backward(torch.ones_like(losses))
+        torch.autograd.backward(losses, torch.ones_like(losses))
     model.zero_grad()
     losses = F.cross_entropy(model(x), classes, reduction="none")
-    losses.backward(torch.full_like(losses, 1 / len(losses)))
+    torch.autograd.backward(losses, torch.full_like(losses, 1 / len(losses)))
     output = model(x)
     leaf = output.detach().requires_grad_()
     torch.autograd.backward(F.cross_entropy(leaf, classes), torch.tensor(0.5))
-    output.backward(leaf.grad)
+    torch.autograd.backward(output, leaf.grad)
     torch.autograd.backward(F.cross_entropy(plain(batch()[0]), CLASSES), torch.tensor(1.5))
     assert_close(gradients(model.module), gradients(plain), what="gradients")
 
     def weighed_by_itself() -> None:
         for _ in range(6):
             loss = F.cross_entropy(model(x), classes)
-            loss.backward(loss.detach())
+            torch.autograd.backward(loss, loss.detach())
 
     with pytest.raises(InputError, match=r"the loss of rank 1 multiplies what its samples give by"):
         weighed_by_itself()

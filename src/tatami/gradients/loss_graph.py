@@ -396,9 +396,10 @@ def _are_normalized(node: Any, saved: str) -> bool:
         return False
     values = weights.detach().double()
     rows, total = values.reshape(len(values), -1).sum(1), float(values.sum())
-    if float(rows.max() - rows.min()) < _SAME * abs(total) / len(rows) or bool((values == values.round()).all()):
-        return False
     size = _CENTERED * float(values.abs().sum())
+    own = max(_SAME * abs(total) / len(rows), size)  # such as a mean that was taken from each sample by itself
+    if float(rows.max() - rows.min()) < own or bool((values == values.round()).all()):
+        return False
     is_centered = abs(total) < size or float(values.sum(0).abs().max()) < size
     return is_centered or (not saved and any(math.isclose(total, whole, rel_tol=1e-5) for whole in (1.0, values.numel())))
 
