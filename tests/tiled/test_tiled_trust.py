@@ -552,8 +552,8 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "a mean and a sum of 0.3 of each": (lambda out, y: F.cross_entropy(out, y) + (out.exp() * 0.3).sum(), True),
     "a mean and 0.3 of a sum of some classes": (lambda out, y: out.mean() + 0.3 * out[:, 1:].square().sum(), True),  # noqa: ARG005
     "a mean and 0.3 of a sum of parts": (lambda out, y: out.mean() + 0.3 * out.chunk(2, 1)[0].exp().sum(1).sum(), True),  # noqa: ARG005
-    "one by one": (lambda out, y: sum(F.cross_entropy(row, own) for row, own in zip(out, y, strict=True)), True),  # type: ignore[dict-item]
-    "one by one, by number": (lambda out, y: sum(out[at].exp()[y[at]] for at in range(len(y))), True),  # type: ignore[dict-item]
+    "one by one": (lambda out, y: sum((F.cross_entropy(*each) for each in zip(out, y, strict=True)), torch.zeros(())), True),
+    "one by one, by number": (lambda out, y: sum((out[at].exp()[y[at]] for at in range(len(y))), torch.zeros(())), True),
     "product with a mask": (lambda out, y: out.square().sum(1).dot((y != 1).to(out)) / (y != 1).sum(), True),
     "gathered": (lambda out, y: out.gather(0, y[None, :3] % 2).square().mean(), True),
     "softmax of all in a row": (lambda out, y: (out.view(1, -1).softmax(1) * out.view(1, -1)).sum(), True),  # noqa: ARG005
