@@ -27,7 +27,8 @@ from torch import nn
 from tatami.comm.agreement import fail_together
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, warn
-from tatami.gradients.loss_graph import Constant, LossFacts, refuse_coupling_loss
+from tatami.gradients.loss_factors import Constant, LossFacts
+from tatami.gradients.loss_graph import refuse_coupling_loss
 from tatami.gradients.passes import are_made_by
 
 _LOOKS: Final = 8

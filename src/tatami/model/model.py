@@ -27,7 +27,7 @@ from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
 from tatami.gradients.base import AbstractGradientSums
 from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward
-from tatami.gradients.loss_graph import refuse_other_factors
+from tatami.gradients.loss_factors import refuse_other_factors
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.model.deferred import DeferredPasses

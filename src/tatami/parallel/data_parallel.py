@@ -29,7 +29,7 @@ from tatami.gradients.base import refuse_counted_rows
 from tatami.gradients.bucketed_sums import BucketedSums
 from tatami.gradients.buckets import check_wire, usual_bucket_bytes
 from tatami.gradients.engine import GradientEngine
-from tatami.gradients.loss_graph import Constant, refuse_other_factors
+from tatami.gradients.loss_factors import Constant, refuse_other_factors
 from tatami.gradients.outside_reads import OutsideReads
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
 from tatami.inputs import check_at_least
