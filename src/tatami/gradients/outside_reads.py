@@ -130,13 +130,18 @@ class OutsideReads:
                 "loop of your own, where the gradient of a sum over elements is"
             )
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next loss is looked at."""
+        return self._num_looks < _LOOKS or self._num_looks % _EVERY == 0
+
     def look(self, roots: Sequence[Any]) -> None:
         """A backward pass from these nodes begins.
 
         Raises:
             InputError: its gradient would be wrong. The same on all ranks.
         """
-        is_due = self._num_looks < _LOOKS or self._num_looks % _EVERY == 0
+        is_due = self.is_due
         self._num_looks += 1
         is_judged = False
         if is_due and are_made_by(self, roots):  # another model may be alive as well
@@ -295,7 +300,9 @@ def _watch() -> None:
             if models and torch._C._current_graph_task_id() < 0:
                 given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
                 roots = [each.grad_fn for each in given if isinstance(each, torch.Tensor)]
-                judged = _weighed_roots(given, args[0] if args else kwargs.get("grad_tensors"))
+                gradients = args[0] if args else kwargs.get("grad_tensors")
+                is_weighed = gradients is not None and any(model.is_due for model in list(models))
+                judged = _weighed_roots(given, gradients) if is_weighed else roots
                 for model in list(models):
                     with fail_together(model.comm, only=InputError):
                         model.look(judged)
