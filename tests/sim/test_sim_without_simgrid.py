@@ -25,7 +25,7 @@ from tatami.sim.server.lifetimes import Fates, life_s
 from tatami.sim.server.result import Period
 from tatami.sim.server.simulate import rounds_of_period
 from tatami.sim.server.stage_actions import SimulatedStorage, Skipping
-from tatami.sim.stage import Going
+from tatami.sim.stage import Going, Stage
 from tatami.sim.tiling import Floor, work_of
 from tatami.tiling import plan, traffic_of
 from tatami.workload import Workload, net_workload
@@ -38,6 +38,8 @@ WIRE = Wire(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 
 class BareStage:
     """A clock and what is to happen; every transfer takes `HOP_S`."""
+
+    send_all, soon = Stage.send_all, Stage.soon
 
     def __init__(self, num_hosts: int = 8) -> None:
         self.now_s = 0.0
