@@ -127,7 +127,7 @@ def test_what_looks_at_operations_does_not_count_as_calls(comm: AbstractCommunic
 
 def test_the_slowest_link_of_several_measurements_is_their_median() -> None:
     links = [Link(bandwidth_bytes_per_s=each, latency_s=1e-4) for each in (3.1e6, 12e6, 2.7e6, 3e6, 2.9e6, 11e6)]
-    assert slowest_of(links) == links[3], "2.7 to 3.1 MB/s are one kind, of which the third of four is the median"
+    assert slowest_of(links) == links[4], "2.7 to 3.1 MB/s are one kind: the slower one of the two in the middle"
     assert slowest_of(links[1:2]) == links[1]
 
 

@@ -26,7 +26,7 @@ ACROSS_RANKS = frozenset({
     "_AllGatherBase", "_AlltoAll", "_AlltoAllSingle", "_AllReduce",
 })  # fmt: skip
 """What takes numbers of other ranks: `over_batch`, `tatami.functions`, `torch.distributed.nn`. Nothing below is judged."""
-CUTTING = frozenset({"Slice", "Split", "SplitWithSizes", "Unbind", "Select"})
+CUTTING = _PARTING | TAKING | {"Unbind"}
 
 
 def ends(node: Any) -> bool:

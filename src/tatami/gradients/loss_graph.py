@@ -92,13 +92,14 @@ class _Path(NamedTuple):
         divisor: of a single number, by what it is divided; None for several.
         factor: what that number is multiplied by in all, without its sign; nan where that is not known.
         bent: an operation that is not linear.
-        row: for several numbers, the factor of the single one that they were made into; nan where several of them were joined.
+        is_added: whether that number is a term of the loss as it is; for several numbers, whether the one that they were made
+            into is, and they were not joined before.
     """
 
     divisor: float | None
     factor: float
     bent: str
-    row: float = 1.0
+    is_added: bool = True
 
 
 def refuse_coupling_loss(roots: Iterable[Any], *, samples: int) -> LossFacts:
@@ -157,8 +158,7 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> tuple[set[Any], L
         if name in TAKING and is_over_samples(node, joined=False):
             rows, samples_here = rows_of(node)
             cut.setdefault((node.next_functions[0], samples_here), set()).add(rows)
-        row = path.row if path.divisor is None else path.factor
-        if samples and row == 1 and name in ("Select", "Unbind") and is_over_samples(node, joined=False):
+        if samples and path.is_added and name in ("Select", "Unbind") and is_over_samples(node, joined=False):
             raise InputError(
                 f"the loss adds up what the {samples} samples of this rank give, one by one, and reduction='mean' says that it "
                 "is their mean. Divide by their number, len(x), or give reduction='sum'"
@@ -216,11 +216,11 @@ def _refuse_coupling(roots: Iterable[Any], *, samples: int) -> tuple[set[Any], L
 def _further(path: _Path, name: str, node: Any, *, bent: str, is_number: bool) -> _Path:
     """The path to what a node is made of."""
     if not is_number or path.divisor is None or name not in _LINEAR | PRODUCTS:
-        row = path.row if path.divisor is None else path.factor
-        return _Path(None, math.nan, bent, math.nan if name in JOINING else row)
+        return _Path(None, math.nan, bent, path.is_added and name not in JOINING)
     factor = factor_of(node) if name in PRODUCTS else 1.0
     is_divided = name == "Div" and factor > 0
-    return _Path(path.divisor / factor if is_divided else path.divisor, path.factor * factor, bent)
+    times = path.factor * factor
+    return _Path(path.divisor / factor if is_divided else path.divisor, times, bent, times == 1)
 
 
 def _refuse_other_reduction(path: _Path, name: str, node: Any, *, samples: int) -> None:

@@ -36,7 +36,7 @@ _SMALL_REPEATS, _LARGE_REPEATS, _LINK_BYTES = 9, 3, 512 * 1024
 _MOST_LINKS = 8
 """Most links that are measured; with many hosts, those of neighbours in the order of their names."""
 _SAME_KIND = 1.25
-"""Bandwidths up to this factor above the slowest are measurements of links of one kind."""
+"""Bandwidths up to this factor above the slowest are measurements of links of one kind: a busy machine alone makes as much."""
 _CPU = torch.device("cpu")
 
 
@@ -164,7 +164,7 @@ def slowest_of(links: Iterable[Link]) -> Link:
     slowest_first = sorted(links, key=lambda link: link.bandwidth_bytes_per_s)
     limit = _SAME_KIND * slowest_first[0].bandwidth_bytes_per_s
     same = [link for link in slowest_first if link.bandwidth_bytes_per_s <= limit]
-    return same[len(same) // 2]
+    return same[(len(same) - 1) // 2]
 
 
 def small_model(comm: AbstractCommunicator, layout: Layout, *, blocks: int, device: torch.device = _CPU) -> TiledModel:

@@ -132,7 +132,7 @@ class _Search:
                 idle=self._idle,
             )
             for name in gone:
-                # Too little memory and slow links are told from too little speed: with better ones it would have work.
+                # Too little memory, or a slow link, is the reason rather than too little speed: with more it would have work.
                 if name not in reasons or reason in (Reason.MEMORY, Reason.LINK, Reason.MESSAGES):
                     reasons[name] = reason
         return replace(self.best, reasons=reasons)
