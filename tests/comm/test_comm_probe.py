@@ -55,7 +55,7 @@ def test_a_slow_link_is_measured_by_few_messages(comm: AbstractCommunicator) -> 
     links = measure_links(comm, large_bytes=1 << 10, clock=clock)
     # A second for both messages of an exchange, whether they come in turn or at once.
     assert {(link.latency_s, link.bandwidth_bytes_per_s) for link in links.values()} == {(0.5, 1024 / (1 - 0.5))}
-    assert clock.looks <= 2 * (1 + 2 * 3), "three exchanges of each size, of which the last says that it is the last"
+    assert clock.looks <= 2 * (1 + 2 * 5), "five exchanges of each size, of which the last says that it is the last"
 
 
 class Half:

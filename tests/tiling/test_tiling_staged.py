@@ -110,6 +110,22 @@ def test_little_is_lost_against_all_pipelines_there_are(*, machines: int, limite
         assert priced.fits
 
 
+@pytest.mark.parametrize(("third", "taken"), [(0.04, 2), (0.2, 3)])
+def test_a_machine_more_has_to_make_it_clearly_faster(third: float, taken: int) -> None:
+    """A third stage on a machine of a fiftieth of both others' speed would save 2 % of the time."""
+    speeds = {"p0": 1e9, "p1": 1e9, "p2": third * 1e9}
+    machines = Cluster(
+        processors=tuple(Processor(name=name, speed=speed) for name, speed in speeds.items()),
+        network=Link(bandwidth_bytes_per_s=1e12, latency_s=0.0),
+    )
+    workload = _plain([1e6] * 102, crossing_bytes=1.0, samples=64)
+    found, three = plan_stages(machines, workload), plan_stages(machines, workload, stages=3)
+    assert found is not None
+    assert three is not None
+    assert three.iteration_s < found.iteration_s or taken == 3
+    assert len(found.layout.processors) == taken
+
+
 def test_a_price_by_hand() -> None:
     """Two stages of 2 and 3 s for each micro-batch, 1 s for each hand-over, four micro-batches."""
     machines = Cluster(
