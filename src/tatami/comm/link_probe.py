@@ -97,8 +97,8 @@ def _exchange_s(
     """What messages both ways take in the median over `repeats`, the same on every rank; of fewer after `_LONG_S`. Collective.
 
     Args:
-        in_turn: the second message is sent when the first has come, not at the same time. Of messages at the same time, which are
-            the large ones, the lower quartile counts: where few are made, some are still those of a new connection.
+        in_turn: the second message is sent when the first has come, not at the same time. Of messages at the same time, which
+            are the large ones, the lower quartile counts: where few are made, some are still those of a new connection.
     """
     sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     peer = other if comm.rank == one else one
