@@ -69,25 +69,18 @@ def test_time_without_a_core_is_not_slowed_again() -> None:
     assert machine.slept == [1.5]
 
 
-def test_what_one_sleep_took_too_long_the_next_ones_make_up_for() -> None:
-    machine = Machine(oversleeps_s=0.125)
+@pytest.mark.parametrize(
+    ("oversleeps_s", "compute_s", "slept"), [(0.125, 0.5, [0.5, 0.375, 0.375]), (0.25, 0.125, [0.125, 0.0, 0.125, 0.0])]
+)
+def test_later_sleeps_make_up_for_one_that_took_too_long(oversleeps_s: float, compute_s: float, slept: list[float]) -> None:
+    machine = Machine(oversleeps_s=oversleeps_s)
     slowdown = slowdown_on(machine, 2.0)
-    for _ in range(3):
+    for _ in slept:
         slowdown.begin()
-        machine.compute(0.5)
+        machine.compute(compute_s)
         slowdown.end()
-    assert machine.slept == [0.5, 0.375, 0.375]
-    assert machine.time_s == pytest.approx(3 * 1.0 + 0.125)
-
-
-def test_short_stretches_wait_until_an_oversleep_is_paid_back() -> None:
-    machine = Machine(oversleeps_s=0.25)
-    slowdown = slowdown_on(machine, 2.0)
-    for _ in range(4):
-        slowdown.begin()
-        machine.compute(0.125)
-        slowdown.end()
-    assert machine.slept == [0.125, 0.125]
+    assert machine.slept == [each for each in slept if each]
+    assert machine.time_s == pytest.approx(len(slept) * 2 * compute_s + oversleeps_s)
 
 
 def test_polling_between_two_stretches_is_no_compute() -> None:

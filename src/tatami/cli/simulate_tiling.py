@@ -127,31 +127,14 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         for name in job.planners:
             labels.append(name + (f", {swept.name} {value}" if value else ""))
             layout = _layout(replace(job, every=every), name, cluster=machines, workload=workload)
+            common: dict[str, Any] = {
+                "platform": ClusterPlatform(cluster=machines), "cluster": machines, "workload": workload,
+                "iterations": iterations, "changes": changes,
+            }  # fmt: skip
             if isinstance(layout, StagedLayout):
-                jobs.append(
-                    StagedJob(
-                        platform=ClusterPlatform(cluster=machines),
-                        cluster=machines,
-                        workload=workload,
-                        layout=layout,
-                        iterations=iterations,
-                        changes=changes,
-                        retiles=job.retile,
-                        stages=job.stages,
-                    )
-                )
-                continue
-            jobs.append(
-                TilingJob(
-                    platform=ClusterPlatform(cluster=machines),
-                    cluster=machines,
-                    workload=workload,
-                    layout=layout,
-                    iterations=iterations,
-                    changes=changes,
-                    retiler=retiler if job.retile else None,
-                )
-            )
+                jobs.append(StagedJob(**common, layout=layout, retiles=job.retile, stages=job.stages))
+            else:
+                jobs.append(TilingJob(**common, layout=layout, retiler=retiler if job.retile else None))
     if job.plot_watch is not None and (len(jobs) != 1 or not job.retile or job.every is not None or swept.name):
         raise InputError("--plot-watch draws one run that is watched: with --retile, without --every, one planner, no --sweep")
     progress = progress_for()
