@@ -369,6 +369,15 @@ def test_results_of_stages_are_refused_as_inputs_of_others(comm: AbstractCommuni
         flat(result[:2]).sum().backward()
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_weights_that_are_replaced_after_tiling_are_refused(comm: AbstractCommunicator, micro_batches: int) -> None:
+    model, x = two_stages(comm, micro_batches=micro_batches), floats(4, 6)
+    for each in [each for each in model.modules() if isinstance(each, nn.Linear)]:
+        parametrizations.weight_norm(each)
+    with pytest.raises(ModelError, match=r"by pipeline stages, was replaced .* as weight norm"):
+        whole_state_dict(model) if micro_batches == 1 else [model(part) for part in model.micro_batches(x)]
+
+
 def test_what_would_be_of_one_stage_only_is_refused(comm: AbstractCommunicator) -> None:
     model, x = two_stages(comm), floats(4, 6)
     loss = model(model.local(x)).square().mean()
@@ -404,10 +413,11 @@ def test_a_norm_that_one_stage_asks_for_says_so_when_it_has_waited() -> None:
     run_threads(body, size=2, timeout_s=2.0)
 
 
-def two_stages(comm: AbstractCommunicator) -> tatami.TiledModel:
+def two_stages(comm: AbstractCommunicator, *, micro_batches: int = 1) -> tatami.TiledModel:
     front = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))()
     given: dict[str, Any] = {"batch_size": 4, "speeds": "equal", "reduction": "mean", "quiet": True}
-    return tatami.tile(front, comm, sample=floats(4, 6), layout=staged(2, stages=2, cuts=(1,)), **given)
+    layout = staged(2, stages=2, cuts=(1,), micro_batches=micro_batches)
+    return tatami.tile(front, comm, sample=floats(4, 6), layout=layout, **given)
 
 
 @pytest.mark.ranks(2, 3)

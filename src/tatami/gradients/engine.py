@@ -69,6 +69,11 @@ from tatami.gradients.passes import (
 _engine: Any = torch.autograd.Variable._execution_engine
 _internals: Any = torch._C
 
+REPLACED = (
+    "a weight that ranks share out, by units or by pipeline stages, was replaced or taken out of the network after "
+    "tatami.tile, as weight norm, pruning and LoRA do. Change the network before it is tiled"
+)
+
 
 class PassMoment(Enum):
     """What the engine tells a stopwatch."""
@@ -572,16 +577,13 @@ class GradientEngine:
         self._modules = list(self._module.modules())
         self._known = self._identities()
         self.parameters = [each for each in self._module.parameters() if self._is_here(each)]
+        present = set(map(id, self.parameters))
+        if any(isinstance(each, nn.Parameter) and id(each) not in present for each in self._required):
+            raise ModelError(REPLACED)
         if self._sums is not None:
             self._watch_parameters()
 
     def _watch_parameters(self) -> None:
-        present = {id(parameter) for parameter in self.parameters}
-        if any(isinstance(each, nn.Parameter) and id(each) not in present for each in self._required):
-            raise ModelError(
-                "a weight of which this rank holds some units was replaced or taken out of the network after tatami.tile, as "
-                "weight norm, pruning and LoRA do. Change the network before it is tiled"
-            )
         for parameter in self.parameters:
             if parameter not in self._hooks:
                 self._hooks[parameter] = ParameterHooks(parameter, functools.partial(_on_gradient, weakref.ref(self)))

@@ -301,7 +301,7 @@ class TiledModel(nn.Module):
             module,
             sums=self._gradient_sums(module),
             outside=self.outside,
-            required=[each.tensor for block in rows for each in block],
+            required=self._required(module, rows),
             keeps_values=self.found.captured is not None and bool(self.found.captured.leaves_behind.with_gradient),
             on_moment=self._on_moment,
             is_here=lambda parameter: not isinstance(parameter, StandIn),
@@ -315,6 +315,12 @@ class TiledModel(nn.Module):
             holders=lambda: self._replicas()[0] if self.sharding is None else range(self.stage_comm.size),
             phases=self.phases,
         )
+
+    def _required(self, module: nn.Module, rows: Sequence[Sequence[Rows]]) -> Sequence[torch.Tensor]:
+        """The weights that this rank holds for others, whole or in part."""
+        if self.stage is not None:
+            return [each for each in module.parameters() if not isinstance(each, StandIn)]
+        return [] if self._is_alone else [each.tensor for block in rows for each in block]
 
     def _gradient_sums(self, module: nn.Module) -> AbstractGradientSums | None:
         """What sums the gradients over the replicas and stages; None where the rank is alone."""

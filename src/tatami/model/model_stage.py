@@ -18,6 +18,7 @@ from tatami.cluster import Cluster
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommTimeoutError, ModelError, PlanError
+from tatami.gradients.engine import REPLACED
 from tatami.partition.blocks import Blocks
 from tatami.partition.pieces import RecordedNetwork
 from tatami.runtime.phases import IterationPhase, Phases
@@ -208,8 +209,14 @@ class ModelStage:
         return {name: tuple(found[name]) for name in sorted(own) if len(found[name]) > 1}
 
     def holder_of(self, name: str) -> int | None:
-        """The first rank that has this parameter or buffer of the network; None where every rank has it."""
-        first = self._first_names[name]
+        """The first rank that has this parameter or buffer of the network; None where every rank has it.
+
+        Raises:
+            ModelError: the network had none of this name when it was tiled.
+        """
+        first = self._first_names.get(name)
+        if first is None:
+            raise ModelError(f"{name}: {REPLACED}")
         stages = (
             stage
             for stage, (parameters, buffers) in enumerate(zip(self.staging.parameters, self.staging.buffers, strict=True))
