@@ -40,8 +40,8 @@ from tatami.tiling.staged_price import PASS_MESSAGES, StagedPlan, pass_speed, pr
 from tatami.workload import Workload, as_probed
 
 LEAST_GAIN = 0.03
-"""Stages are chosen where they are predicted to be faster by this fraction of an iteration, and so are more stages than fewer:
-each machine more can be late or fail, and predictions are not better than that."""
+"""Stages are chosen where they are predicted to be faster by this fraction of an iteration, and so are more stages on
+more machines: each can be late or fail, and predictions are not better than that."""
 _WORSE = 2
 """Numbers of micro-batches in a row that may be slower before no smaller ones are tried: other machines may suit them."""
 _FULL = 4
@@ -123,7 +123,7 @@ def plan_stages(
 ) -> StagedPlan | None:
     """The fastest layout of at least two stages that is found; every rank gets the same answer from the same arguments.
 
-    Of few machines, that of the fewest stages that is slower by no more than `LEAST_GAIN`.
+    Of few machines, fewer make fewer stages where that is slower by no more than `LEAST_GAIN`.
 
     Stages recompute activations (`Workload.recompute`) where memory allows none otherwise, or where that takes clearly less
     time than more micro-batches and other stages.
@@ -175,7 +175,8 @@ def plan_stages(
         return None
     for fewer in range(2, len(best.layout.stages) if stages is None and cluster.size <= _SMALL else 2):
         small = plan_stages(cluster, workload, stages=fewer, micro_batches=micro_batches, cost=cost)
-        if small is not None and small.iteration_s <= best.iteration_s * (1 + LEAST_GAIN):
+        spares = small is not None and len(small.layout.processors) < len(best.layout.processors)
+        if small is not None and spares and small.iteration_s <= best.iteration_s * (1 + LEAST_GAIN):
             return small
     return search.first_rank_last(best)
 
