@@ -740,9 +740,9 @@ def test_what_a_pass_changes_is_changed_once_for_a_batch(comm: AbstractCommunica
 @pytest.mark.parametrize("frozen_at", [(0,), (2, 3), (0, 1, 4)])
 def test_stages_are_frozen_and_trained_again(world: World, frozen_at: tuple[int, ...], micro_batches: int) -> None:
     """All weights of the stages in front: no gradient goes back to them in these steps, and that of the next is its own."""
-    sizes = (6, 7, 7, 5, 3)
-    layers = [layer for one, other in pairwise(sizes) for layer in (nn.Linear(one, other), nn.Tanh())]
-    x, y, network = floats(12, 6), floats(12, 3), nn.Sequential(*layers[:-1]).double()
+    pairs = list(pairwise((6, 7, 7, 5, 3)))
+    x, y = floats(12, 6), floats(12, 3)
+    network = made(lambda: nn.Sequential(*[each for pair in pairs for each in (nn.Linear(*pair), nn.Tanh())][:-1]))()
 
     def loop(model: Any, parts: Callable[..., Any]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
