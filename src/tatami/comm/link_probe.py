@@ -18,7 +18,7 @@ from tatami.progress import reported
 SMALL_BYTES = 8
 LARGE_BYTES = 4 * 1024 * 1024
 _WARM_UPS = 3
-_LONG_S, _FEWEST = 6.0, 2
+_LONG_S, _FEWEST, _FEW = 6.0, 2, 3
 """A link of 20 Mbit/s takes 1.7 s for large messages both ways: after so long only the fewest exchanges are made. Not earlier,
 as a new connection takes up to four messages to find its pace on a slow link: of them some take twice as long as later ones."""
 _LEAST_LATENCY = 0.05
@@ -94,11 +94,12 @@ def link_ranks(hosts: tuple[str, ...]) -> Mapping[tuple[str, str], tuple[int, in
 def _exchange_s(
     comm: AbstractCommunicator, one: int, other: int, *, size_bytes: int, in_turn: bool, repeats: int, clock: Clock
 ) -> float:
-    """What messages both ways take in the median over `repeats`, the same on every rank; of fewer after `_LONG_S`. Collective.
+    """The median over `repeats` of messages both ways, the same on every rank; of fewer after `_LONG_S`. Collective.
+
+    Of three and fewer the fastest counts: the others may still be those of a new connection.
 
     Args:
-        in_turn: the second message is sent when the first has come, not at the same time. Of messages at the same time, which
-            are the large ones, the lower quartile counts: where few are made, some are still those of a new connection.
+        in_turn: the second message is sent when the first has come, not at the same time.
     """
     sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     peer = other if comm.rank == one else one
@@ -119,7 +120,7 @@ def _exchange_s(
             request.wait()
         seconds.append(clock.now_s() - start_s)
     warm = sorted(seconds[min(_WARM_UPS, len(seconds) // 2) :])
-    typical_s = warm[(len(warm) - 1) // (2 if in_turn else 4)] if warm else 0.0
+    typical_s = warm[(len(warm) - 1) // 2 if len(warm) > _FEW else 0] if warm else 0.0
     return float(comm.bcast_object(typical_s, root=one))
 
 
