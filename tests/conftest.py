@@ -62,7 +62,7 @@ def comm(world: Any) -> Any:
 @pytest.fixture
 def _sums_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are summed by messages, which are described one by one, also among replicas of one host that share memory."""
-    monkeypatch.setattr("tatami.model.model.may_overlap", lambda _: False)
+    monkeypatch.setattr("tatami.model.seated_model.may_overlap", lambda _: False)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any, Never
@@ -19,96 +19,33 @@ from torch import nn
 
 from tatami.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.checkpoints.parts import KEY, PartOfWeights, check_units, units_tensor
-from tatami.cluster import Cluster
-from tatami.comm.agreement import Watch, announce, called_by_all, debugging
-from tatami.comm.base import AbstractCommunicator
-from tatami.comm.short_sum import ShortSum
+from tatami.comm.agreement import announce, called_by_all
 from tatami.comm.stall_report import format_ranks
-from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
-from tatami.gradients.base import AbstractGradientSums
-from tatami.gradients.engine import GradientEngine, PassMoment, notice_backward
-from tatami.gradients.loss_factors import refuse_other_factors
-from tatami.gradients.outside_reads import OutsideReads
+from tatami.errors import CommTimeoutError, InputError, ModelError, TatamiError, TrainingError
+from tatami.gradients.engine import notice_backward
 from tatami.gradients.passes import ForwardPass, over_batch, refuse_compiling, refuse_transforms
-from tatami.model.deferred import DeferredPasses
-from tatami.model.describing import Description, describe
+from tatami.model.describing import Description
 from tatami.model.describing_stages import describe_stages
-from tatami.model.installing import install_forwards, settings_of
 from tatami.model.loss_check import check_loss
 from tatami.model.micro_batches import joined, refuse_changed, samples_given, versions_of
-from tatami.model.model_stage import ModelStage, StagedNetwork, refuse_foreign_inputs, refuse_stages
-from tatami.model.plain_network import plain_network, refuse_larger, whole_weights
-from tatami.model.tied_sums import TiedSums
-from tatami.partition.blocks import Blocks, workload_of
+from tatami.model.model_stage import refuse_foreign_inputs, refuse_stages
+from tatami.model.plain_network import plain_network, whole_weights
+from tatami.model.seated_model import SeatedModel
 from tatami.partition.exactness import BATCH_NORMS, RefusingDraws, refuse_other_reduction
 from tatami.partition.tracing.restore_state import copy_of
 from tatami.runtime.allocator import trim
-from tatami.runtime.context import ModuleContext, RankContext
 from tatami.runtime.empty_batch import with_stand_in, without_stand_in
 from tatami.runtime.kept_pass import kept_pass
-from tatami.runtime.local_draws import LocalDraws
-from tatami.runtime.local_statistics import LocalStatistics, SplitStatistics
 from tatami.runtime.losses import LossReduction, check_reduction, check_targets_count
-from tatami.runtime.norms import WholeNorms, models, register
-from tatami.runtime.optimizer_parts import watch_optimizer_states
-from tatami.runtime.optimizers import watch_optimizers
-from tatami.runtime.overlapped_sums import OverlappedSums, may_overlap
-from tatami.runtime.owner_sums import OwnerSums
-from tatami.runtime.phases import IterationPhase, Phases
-from tatami.runtime.placement import Placement, largest, place
-from tatami.runtime.recomputing import Restore, recomputable, watch_checkpoints
-from tatami.runtime.row_messages import pieces_of, units_of
-from tatami.runtime.rows import Rows, UnitRuns, cut_units_of, tensor_of
-from tatami.runtime.same_batch import BatchFacts
-from tatami.runtime.scaling import watch_scalers
-from tatami.runtime.sharded_steps import watch_sharded_steps
-from tatami.runtime.sharded_sums import ShardedSums
-from tatami.runtime.stopwatch import LinkTimes
-from tatami.runtime.tensor_parallel import ReplicaComm
-from tatami.runtime.torch_norms import watch_norms
-from tatami.runtime.vector_sum import VectorSum
-from tatami.same_steps import optimizers_of, refuse_other_steps, steps_of, watch_steps
-from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
+from tatami.runtime.phases import IterationPhase
+from tatami.runtime.recomputing import Restore, recomputable
 from tatami.stages.stand_in import StandIn
-from tatami.tiling import Layout, Span, StagedLayout, Tile, Tiling, Traffic, spans
-from tatami.tiling.layout_traffic import layout_traffic
-from tatami.tiling.recomputing import refuse_recomputation
-from tatami.tiling.summing import slowest_byte_s, transfer_rates
-from tatami.tiling.traffic import sums_statistics
-from tatami.workload import Workload, as_probed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seat:
-    """What a rank of a model computes in one layout of it.
-
-    Attributes:
-        stage: of the pipeline; None where the layout has no stages.
-        found: the blocks of that stage.
-        workload: of the stage.
-        description: what is tiled by what.
-        placement: where the ranks of the stage lie.
-    """
-
-    stage: ModelStage | None
-    found: Blocks
-    workload: Workload
-    description: Description
-    placement: Placement
-
+from tatami.tiling import Span, spans
 
 _ANY_STATE = nullcontext()
-_PHASES = {
-    PassMoment.BACKWARD: IterationPhase.BACKWARD,
-    PassMoment.SUMS: IterationPhase.GRADIENTS,
-    PassMoment.END: IterationPhase.UPDATE,
-}
-_WHOLE_LOOKS, _LOOKED_AT = 4, 16
-"""The first looks at whether ranks hold the same weights are at all of them, later ones at so many in turn."""
-_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
-class TiledModel(nn.Module):
+class TiledModel(SeatedModel):
     """A network of which this rank computes one tile: its samples of every batch, its units of every tiled pair.
 
     Use it as any module. What is different: `local` picks this rank's samples out of the global batch, and `loss.backward()`
@@ -144,215 +81,6 @@ class TiledModel(nn.Module):
             `shard_fractions` of the weights, one for each rank of `stage_comm`; else None.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
     """
-
-    found: Blocks
-    workload: Workload
-    stage_comm: AbstractCommunicator
-
-    def __init__(
-        self,
-        module: nn.Module,
-        comm: AbstractCommunicator,
-        *,
-        found: Blocks,
-        layout: Layout,
-        cluster: Cluster,
-        speeds_known: bool,
-        batch_size: int,
-        reduction: LossReduction | None,
-        phases: Phases,
-        generator: torch.Generator,
-        draws: LocalDraws | None = None,
-        wire: str | None = None,
-        local_statistics: bool = False,
-        plain: nn.Module | Callable[[], nn.Module] | None,
-        gather: Callable[..., Iterator[tuple[str, torch.Tensor]]] | None = None,
-        stage: ModelStage | None = None,
-        staged: StagedNetwork | None = None,
-        shard_fractions: Sequence[float] | None = None,
-        recompute: bool | None = None,
-        optimizer_moments: int = 2,
-        rescue_copy: bool = True,
-    ) -> None:
-        super().__init__()
-        self._plain = tuple(map(weakref.ref, plain.parameters())) if isinstance(plain, nn.Module) else ()
-        self._gather = gather  # gathered_weights, whose file imports this one
-        self._make_plain = weakref.ref(plain) if isinstance(plain, nn.Module) else plain
-        self.comm = comm
-        self.staged = staged
-        self._device = next(module.parameters()).device
-        self.cluster = cluster
-        self.speeds_known = speeds_known
-        self.names = tuple(processor.name for processor in cluster.processors)
-        self._batch_size, self._wire, self._has_local_statistics = batch_size, wire, local_statistics
-        self._reduction = reduction
-        self.phases = phases
-        self.link_times = LinkTimes(phases.clock)
-        self.generator = generator
-        self._shard_fractions, self._recompute = shard_fractions, recompute
-        self._optimizer_moments, self.rescue_copy = optimizer_moments, rescue_copy
-        self.draws = draws
-        self._deferred = DeferredPasses()
-        self._part = 0
-        self._part_sizes: tuple[int, ...] = (0,)
-        self.thread = threading.get_ident()
-        self._checks_loss = False
-        refuse_other_reduction(module, found.captured, reduction)
-        has_norms = any(isinstance(each, BATCH_NORMS) for each in module.modules())
-        self._normalizes = has_norms and not local_statistics
-        self._past_engine: GradientEngine | None = None  # which refuses what comes from before a re-tiling
-        self._plain_forwards = {each: vars(each).get("forward") for each in module.modules()}
-        self._enter(self._seat(module, stage=stage, found=found, layout=layout), module, cuts=True)
-        register(self)
-        watch_optimizers()
-        watch_optimizer_states()
-        watch_steps()
-        watch_checkpoints()
-        if self.sharding is not None:
-            watch_sharded_steps()
-        if comm.size > 1 or comm.changes:
-            watch_norms()
-            watch_scalers()
-
-    def _seat(self, module: nn.Module, *, stage: ModelStage | None, found: Blocks, layout: Layout) -> Seat:
-        """This rank's place in a layout; the model stays as it is. Collective.
-
-        Args:
-            module: the network, whose tensors have their whole shapes; those of other stages are stand-ins.
-            stage: of this rank; None where the layout has no stages.
-            found: the blocks of the stage.
-            layout: of the ranks of the stage.
-
-        Raises:
-            PlanError: see `_place`.
-        """
-        work = workload_of(
-            module,
-            found,
-            samples=self._batch_size,
-            wire=self._wire,
-            local_statistics=self._has_local_statistics,
-            sharded_optimizer=self._shard_fractions is not None,
-            optimizer_moments=self._optimizer_moments,
-            rescue_copy=self.rescue_copy,
-        )
-        workload = replace(as_probed(work, self.cluster), recompute=self._recompute)
-        return Seat(
-            stage=stage,
-            found=found,
-            workload=workload,
-            description=describe(module, found, workload=workload),
-            placement=self._place(layout, stage=stage, workload=workload, found=found),
-        )
-
-    def _enter(self, seat: Seat, module: nn.Module, *, cuts: bool) -> None:
-        """Compute what belongs to `seat` from now on. Collective.
-
-        Args:
-            seat: where; what a seat from before held open is closed by `_leave`.
-            module: the network; all that this rank holds in that seat is in its tensors.
-            cuts: whether the tensors of its blocks are whole yet, and are to be cut.
-        """
-        comm, stage = self.comm, seat.stage
-        self.stage, self.found, self.workload, self._description = stage, seat.found, seat.workload, seat.description
-        self.stage_comm = comm if stage is None else stage.comm
-        self._replica = ReplicaComm(self.phases, wire=self._wire)
-        self._is_alone = self.stage_comm.size == 1 and not comm.changes
-        self._is_unseen = self.found.captured is None and not self._is_alone  # what its forward pass draws
-        self._rank: RankContext = RankContext(
-            replica=self._replica,
-            comm=None if self._is_alone else self.stage_comm,
-            generator=self.generator,
-            sums=None
-            if self._is_alone
-            else ShortSum(
-                self.stage_comm,
-                by_messages=None if comm.changes else VectorSum(self.stage_comm).sum_,
-                in_memory=not comm.changes,
-            ),
-            local_statistics=self._has_local_statistics,
-            draws_alone=self._is_alone and stage is None,
-        )
-        self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
-        self._batch = BatchFacts(replicas=self._replicas if stage is None else lambda: stage.replicas)
-        self._num_looks = 0  # the ranks of a stage look at the same elements
-        self._watches = self._make_watches()
-        self._adopt(seat.placement)
-        if cuts:
-            for index, block in enumerate(self.found.blocks):
-                cut_units_of(module, block.cuts, self._units(index)[0])
-        self._install(module)
-        if module is not self._modules.get("module"):
-            module.register_load_state_dict_pre_hook(_refuse_whole)  # type: ignore[no-untyped-call]
-        self.module = module
-        self._settings = settings_of(module, self.found)
-        self._statistics = self._local_statistics() if self._has_local_statistics and not self._is_alone else None
-        rows = [_rows(module, block.cuts) for block in self.found.blocks]
-        self._rows = rows or [[]]
-        self.outside = OutsideReads(
-            module,
-            cut={name for block in self.found.blocks for name in block.cuts},
-            replicas=self._replicas,
-            warns=comm.rank == 0 and not self._is_alone,
-            comm=comm,
-        )
-        self.outside.defer = self._deferred.take
-        self._gradients = GradientEngine(
-            module,
-            sums=self._gradient_sums(module),
-            outside=self.outside,
-            required=self._required(module, rows),
-            keeps_values=self.found.captured is not None and bool(self.found.captured.leaves_behind.with_gradient),
-            on_moment=self._on_moment,
-            is_here=lambda parameter: not isinstance(parameter, StandIn),
-            comm=comm,
-        )
-        if stage is not None:
-            stage.install(module, accumulated=self._gradients.accumulated)
-        self._own_forwards = {each: vars(each).get("forward") for each in module.modules()}
-        self.norms = WholeNorms(
-            self.stage_comm,
-            holders=lambda: self._replicas()[0] if self.sharding is None else range(self.stage_comm.size),
-            phases=self.phases,
-        )
-
-    def _required(self, module: nn.Module, rows: Sequence[Sequence[Rows]]) -> Sequence[torch.Tensor]:
-        """The weights that this rank holds for others, whole or in part."""
-        if self.stage is not None:
-            return [each for each in module.parameters() if not isinstance(each, StandIn)]
-        return [] if self._is_alone else [each.tensor for block in rows for each in block]
-
-    def _gradient_sums(self, module: nn.Module) -> AbstractGradientSums | None:
-        """What sums the gradients over the replicas and stages; None where the rank is alone."""
-        sums: AbstractGradientSums | None = None
-        self.sharding: ShardedSums | None = None
-        self._overlapped: OverlappedSums | None = None
-        if self.stage_comm.size > 1 and self._shard_fractions is not None:
-            tied = () if self.stage is None else self.stage.tied
-            sums = self.sharding = ShardedSums(
-                self.stage_comm,
-                shares=self._shard_fractions,
-                tied={each for name, each in module.named_parameters() if name in tied},
-                wire=self._wire,
-                phases=self.phases,
-                layout=lambda: self._placement,
-                replicas=self._replicas,
-                replica=lambda: self._rank.index,
-            )
-        elif not self._is_alone:
-            sums = owners = OwnerSums(
-                rows=self._rows,
-                wire=self._wire,
-                link_times=self.link_times,
-                placement=lambda: self._placement,
-                replicas=self._replicas,
-                replica=lambda: self._rank.index,
-            )
-            if self.stage is None and may_overlap(self.comm):
-                sums = self._overlapped = OverlappedSums(owners, self.comm, link_times=self.link_times, replicas=self._replicas)
-        if self.stage is not None and self.stage.tied:
-            sums = TiedSums(sums, stage=self.stage, names={each: name for name, each in module.named_parameters()})
-        return sums
 
     # -- the ordinary use -------------------------------------------------------------------------------------------
 
@@ -574,23 +302,6 @@ class TiledModel(nn.Module):
         )
         rank.weight = begun.weight
         return begun
-
-    def _on_moment(self, moment: PassMoment) -> None:
-        if moment is not PassMoment.BACKWARD and self._gradients.in_parts:
-            return  # sums and the update follow when the loop over micro-batches has ended
-        phase = _PHASES[moment]
-        if moment is not PassMoment.BACKWARD or self.phases.current is not phase:
-            self.phases.enter(phase)
-
-    @property
-    def sums_nothing(self) -> bool:
-        """Whether this rank's gradients are those of the global batch, so that its backward pass is torch's own."""
-        return self._is_alone and (self.stage is None or not self.stage.tied)
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether any replica computes its samples in several micro-batches."""
-        return any(replica.micro_batches > 1 for replica in self.layout.replicas)
 
     @property
     def reduction(self) -> LossReduction | None:
@@ -815,13 +526,6 @@ class TiledModel(nn.Module):
         """
         check_units(state, self._units_here())
 
-    def _units_here(self) -> list[tuple[int, int, int]]:
-        every = [self._units(index) for index in range(len(self.found.blocks))]
-        if self.stage is not None:
-            index, stages = self.stage.index, len(self.stage.layout.stages)
-            every.append((Span(0, 0) if index is None else Span(index, index + 1), stages))
-        return [(span.start, span.stop, total) for span, total in every]
-
     def describe(self) -> Description:
         """What is tiled by what, what is repeated on every rank of a replica, and what could not be followed: print it.
 
@@ -837,18 +541,6 @@ class TiledModel(nn.Module):
         self._leave()
         self.comm.close()
 
-    def _leave(self) -> None:
-        """Close what the present seat holds open, but for the communicator of all ranks. Collective."""
-        if self._replica.comm is not None:
-            self._replica.comm.close()
-        if self._rank.sums is not None:
-            self._rank.sums.close()
-        if self._overlapped is not None:
-            self._overlapped.close()
-        if self.stage is not None:
-            self.stage.close()
-        self.outside.close()
-
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Called by `copy.deepcopy`, `pickle` and `torch.save`."""
         raise ModelError(
@@ -857,267 +549,7 @@ class TiledModel(nn.Module):
             "tatami.train.WeightAverage, in place of AveragedModel, is their moving average"
         )
 
-    # -- where this rank lies -----------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The processor that this rank runs on."""
-        return self.names[self.comm.rank]
-
-    @property
-    def stage_names(self) -> tuple[str, ...]:
-        """The processor of every rank of this rank's stage."""
-        return self.names if self.stage is None else _names_of(self.stage, self.names)
-
-    @property
-    def has_results(self) -> bool:
-        """Whether the network's results are on this rank: not where they are on the last stage and this is another one."""
-        return self.stage is None or self.stage.is_last
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether ranks that hold the same weights share out the optimizer's state, also where a stage has one rank."""
-        return self._shard_fractions is not None
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's weights lie, and its samples must."""
-        return self._device
-
-    @property
-    def tiling(self) -> Tiling:
-        """The tiling of the pair that has most units."""
-        return largest(self.tilings)
-
-    @property
-    def traffic(self) -> Traffic:
-        """What an iteration over a batch of the planned size sends, message by message, as simulator and cost model have it."""
-        names = self.stage_names
-        return layout_traffic(
-            self.layout,
-            workload=self.workload,
-            tilings=self.tilings,
-            trained=[sum(rows.per_unit for rows in block if rows.tensor.requires_grad) for block in self.block_rows()],
-            names=names,
-            hosts=dict(zip(names, self.stage_comm.hosts, strict=True)),
-            rates=transfer_rates(self.cluster),
-        )
-
-    @property
-    def tile(self) -> Tile | None:
-        """This rank's `Tile` of `tiling`; None where it was left out."""
-        return self.tiling.by_processor.get(self.name)
-
-    @property
-    def speaks_for_replica(self) -> bool:
-        """Whether this rank is the first that has the results of its replica: sums over samples count each replica once."""
-        return self._rank.speaks and self.has_results
-
-    @property
-    def local_span_size(self) -> tuple[int, int]:
-        """How many samples of the last batch are this rank's, and how many the batch has."""
-        return self._rank.mine.size, self._rank.samples
-
-    @property
-    def local_work(self) -> float:
-        """`Workload.tile_work` of what this rank computes of the last batch, and recomputes: samples x units of one pair."""
-        if self.tile is None:
-            return 0.0
-        units: list[int] = []
-        for block, tiling in zip(self.found.blocks, self.tilings, strict=False):
-            size = tiling.by_processor[self.name].units.size
-            if block.begins:
-                units.append(size)
-            else:
-                units[-1] += size
-        passes = self.workload.passes(recomputes=self._recomputes)
-        return passes * self.workload.tile_work(units, samples=self._rank.mine.size)
-
-    @property
-    def whole_layout(self) -> Layout | StagedLayout:
-        """The layout of all ranks, with pipeline stages if there are any."""
-        return self.layout if self.stage is None else self.stage.layout
-
-    def block_rows(self) -> list[list[Rows]]:
-        """For each block, the tensors of this rank that hold its units: parameters, and buffers such as running statistics."""
-        return self._rows
-
-    def tiled_parameters(self) -> list[nn.Parameter]:
-        """The parameters of which this rank holds some units."""
-        return [rows.tensor for block in self.block_rows() for rows in block if isinstance(rows.tensor, nn.Parameter)]
-
-    def own_parameters(self) -> list[nn.Parameter]:
-        """The parameters of which this rank holds some units or all: not those of other stages."""
-        return self._gradients.parameters
-
-    def parts_of(self, held: Collection[int], *, is_sharded: bool) -> list[tuple[int, int, int]]:
-        """The units here, and this rank's shard, as far as parameters with these identities are divided so."""
-        if not any(id(parameter) in held for parameter in self.parameters()):
-            return []
-        has_units = self.stage is not None or any(id(each) in held for each in self.tiled_parameters())
-        units = self._units_here() if has_units else []
-        return units if self.sharding is None or not is_sharded else [*units, self.sharding.part_here]
-
-    def plain_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the network that was given, as far as they are still alive: this model has copies of them."""
-        return [parameter for each in self._plain if (parameter := each()) is not None]
-
     # -- inside -----------------------------------------------------------------------------------------------------------
-
-    def _adopt(self, placement: Placement) -> None:
-        """Lie like this from now on. For `tatami.train.move`, which calls it when the rows have come; sends nothing."""
-        self.layout = placement.layout
-        self.tilings = placement.tilings
-        self._shares.clear()
-        self._announce(0, Span(0, 0), ())
-        self._rank.stands_in = False
-        tile = self.tile
-        self._rank.index = tile.replica if tile is not None else None
-        # Without a tile it takes part in batch statistics, which all sum once more or none.
-        self._recomputes = bool(self.layout.recomputes) if tile is None else self.layout.replicas[tile.replica].recomputes
-        self._rank.speaks = tile is not None and self.tiling.replicas[tile.replica][0].processor == self.name
-        self._rank.replicas = len(self.tiling.replicas)
-        self._rank.sums_statistics = sums_statistics(
-            replicas=self._rank.replicas, tiles=len(self.tiling.tiles), ranks=self.stage_comm.size
-        )
-        names = [] if tile is None else [each.processor for each in self.tiling.replicas[tile.replica]]
-        self._replica.meet(placement.replica, byte_s=slowest_byte_s(self.cluster, names))
-        self._placement = placement
-        self._shares_units = any(len(replica) > 1 for replica in self.tiling.replicas)
-        self.forget_gradients()
-
-    def forget_gradients(self) -> None:
-        """An iteration was broken off, and begins again: nothing of its backward passes is left."""
-        if (engine := getattr(self, "_gradients", None)) is not None:
-            engine.forget()
-
-    def accept_hooks(self) -> None:
-        """Take the hooks of the modules as they are now: those that have come are Tatami's own, and change nothing."""
-        self._settings = settings_of(self.module, self.found)
-
-    def _regroup(self, *, cluster: Cluster) -> None:
-        """The ranks of the communicator are others now, on these processors. For `tatami.state.regroup`; sends nothing."""
-        self.cluster = cluster
-        self.names = tuple(processor.name for processor in cluster.processors)
-        self._watches = self._make_watches()
-        self._num_looks = 0  # as that of a rank that has joined: all look at the same elements
-
-    def _place(self, layout: Layout, *, stage: ModelStage | None, workload: Workload, found: Blocks) -> Placement:
-        """See `place`; the model stays as it is. Collective.
-
-        Raises:
-            PlanError: as `place` and `refuse_recomputation`; micro-batches of a network with batch normalization; replicas of
-                several ranks with a sharded optimizer.
-        """
-        if self._shard_fractions is not None and any(len(replica.processors) > 1 for replica in layout.replicas):
-            raise PlanError(
-                "the layout has replicas of several ranks, with which sharded_optimizer=True does not work yet. Use a layout "
-                "of replicas of one processor, or leave sharded_optimizer out"
-            )
-        if (self._normalizes or workload.batch_statistics) and any(replica.micro_batches > 1 for replica in layout.replicas):
-            raise PlanError(
-                "the layout has micro-batches, and batch normalization takes the statistics of the whole batch. Use a layout "
-                "with one micro-batch for each replica"
-            )
-        if found.captured is not None and any(replica.micro_batches > 1 for replica in layout.replicas):
-            refuse_changed(sorted(found.captured.leaves_behind.buffers | found.captured.leaves_behind.counting))
-        refuse_recomputation(layout, workload=workload)
-        cluster = self.cluster if stage is None else self.cluster.only(_names_of(stage, self.names))
-        comm = self.comm if stage is None else stage.comm
-        return place(layout, comm, cluster=cluster, workload=workload, blocks=found.blocks)
-
-    def _replicas(self) -> list[list[int]]:
-        """The ranks of each replica."""
-        names = self.stage_names
-        return [[names.index(tile.processor) for tile in replica] for replica in self.tiling.replicas]
-
-    def _announce(self, samples: int, mine: Span, widths: tuple[int, ...]) -> None:
-        self._rank.samples, self._rank.mine, self._rank.widths = samples, mine, widths
-
-    def _install(self, whole: nn.Module) -> None:
-        install_forwards(
-            whole,
-            self.found,
-            context=self._context,
-            units=self._units,
-            replica=self._replica,
-            device=self._device,
-            sums_statistics=not self._is_alone,
-            recomputes=self._computes_once_more,
-        )
-
-    def _make_watches(self) -> list[Watch]:
-        """What is compared now and then: among the ranks of a stage, which have the same weights; batches among all ranks."""
-        watch = Watch(self.stage_comm, always=debugging())
-        watches = [watch] if self.stage is None else [Watch(self.comm, always=debugging()), watch]
-        watches[0].add(self._batch.own, self._batch.refuse)
-        if not self.comm.changes:  # a rank that has joined has made fewer steps, and looks at other losses than the others
-            watch.add(lambda: self.outside.facts, refuse_other_factors)
-            # Parameters of other stages, too: a learning rate of one stage alone would be seen by no other rank of it.
-            watches[0].add(lambda: steps_of(self.parameters()), refuse_other_steps)
-        watch.add(self._weights, self._refuse_other_weights)
-        return watches
-
-    def check_same_weights(self) -> None:
-        """Look whether ranks that hold the same weights have the same numbers. Collective.
-
-        Raises:
-            InputError: on all ranks: they have not; names the weight.
-        """
-        if self.stage_comm.size > 1:
-            self._refuse_other_weights(self.stage_comm.allgather_object(self._weights()))
-
-    def _refuse_other_weights(self, found: Sequence[Mapping[str, Numbers]]) -> None:
-        refuse_other_weights(found, ranks=[self.names.index(name) for name in self.stage_names])
-
-    def _weights(self) -> dict[str, Numbers]:
-        """A few elements of each parameter, and of those that ranks share, of each piece that the same ranks hold."""
-        self._num_looks += 1
-        cut = {id(rows.tensor): (rows, index) for index, block in enumerate(self._rows) for rows in block}
-        named: list[tuple[str, torch.Tensor]] = []
-        parameters = [(name, each) for name, each in self.named_parameters() if not isinstance(each, StandIn)]
-        if self._num_looks > _WHOLE_LOOKS:
-            parameters = parameters[self._num_looks % -(-len(parameters) // _LOOKED_AT) :: -(-len(parameters) // _LOOKED_AT)]
-        for name, parameter in parameters:
-            if id(parameter) not in cut:
-                named.append((name.removeprefix("module."), parameter))
-                continue
-            rows, index = cut[id(parameter)]
-            named += pieces_of(name.removeprefix("module."), rows, here=self._span(index), tiling=self.tilings[index])
-        known = {id(each) for model in models() for each in model.tiled_parameters()} | set(map(id, self.parameters()))
-        optimizers = optimizers_of(self._gradients.parameters)
-        stepped = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-        for number, each in enumerate(stepped):
-            # In an elastic run the optimizer also steps this rank's mirrors of other ranks' units.
-            if id(each) not in known and not self.comm.changes:
-                named.append((f"parameter {number} of an optimizer, which is not the model's,", each))
-        return numbers_of(named, look=self._num_looks)
-
-    def _context(
-        self, blocks: Iterable[int], *, name: str = "", layer: Callable[[str], nn.Module] | None = None
-    ) -> ModuleContext:
-        units = tuple(functools.partial(self._span, index) for index in blocks)
-        return ModuleContext(rank=self._rank, units=units, name=name, layer=layer)
-
-    def _local_statistics(self) -> LocalStatistics:
-        split = {
-            name: SplitStatistics(runs=runs, units=functools.partial(self._units, index))
-            for index, block in enumerate(self.found.blocks)
-            for name, runs in block.cuts.items()
-        }
-        return LocalStatistics(self.module, rank=self._rank, split=split)
-
-    def _average_statistics(self) -> None:
-        if self._statistics is not None and self.module.training:
-            self._statistics.average()
-
-    def _span(self, block: int) -> Span:
-        return self._units(block)[0]
-
-    def _units(self, block: int) -> tuple[Span, int]:
-        """The units of a block that are here, and how many it has."""
-        tiling = self.tilings[block]
-        return units_of(tiling, self.name), tiling.units
 
     def _check_batch(self, given: int | None) -> None:
         """Whether input of so many samples is what `local` gave. Without gradients, any that the replica shares will do."""
@@ -1171,10 +603,6 @@ class TiledModel(nn.Module):
         self._announce(samples, mine, widths)
         return joined(outputs, None if self.found.captured is None else self.found.captured.result_axes)
 
-    def _computes_once_more(self) -> bool:
-        """Whether a layer that runs now is recomputed: with stages not those between whose operations there is a cut."""
-        return self._recomputes and (self.stage is None or self.stage.runs_whole)
-
     def _keep(self, draws: Any, is_reentrant: bool) -> Restore:
         """See `recomputing`: what layers ask for now, in a pass that draws from `draws`.
 
@@ -1199,22 +627,3 @@ class TiledModel(nn.Module):
             return _ANY_STATE
         replica = self._rank.index or 0
         return self.draws.next_pass(replica=replica, part=self._part) if is_training else self.draws.evaluation(replica=replica)
-
-
-def _names_of(stage: ModelStage, names: Sequence[str]) -> tuple[str, ...]:
-    """Names of the processors that compute this stage, in the order of their ranks."""
-    return tuple(name for name in names if name in stage.own_layout.processors)
-
-
-def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:
-    """Each tensor once, whatever names it has."""
-    tensors = {
-        id(tensor): Rows(tensor, runs) for tensor, runs in ((tensor_of(root, name), runs) for name, runs in cuts.items())
-    }
-    return list(tensors.values())
-
-
-def _refuse_whole(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Called by torch when `model.module`, and not the model, loads weights; plain copies of it take what torch takes."""
-    if not prefix and any(getattr(model, "module", None) is module for model in models()):
-        refuse_larger(module, state_dict)

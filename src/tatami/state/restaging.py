@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from tatami.errors import PlanError
-from tatami.model.model import Seat, TiledModel
+from tatami.model.model import TiledModel
+from tatami.model.seated_model import Seat
 from tatami.runtime.placement import Placement
 from tatami.state.transfer import Fetched, Holding, NetworkTensors
 from tatami.tiling import Layout, StagedLayout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,8 @@ _CUTS = 25
 """So many times limits are lowered because whole samples and units keep more than the fractions they come from."""
 _MARGIN, _FASTER = 1.02, 2.0
 """What exceeds a limit is taken off it; of many processors twice as much each time."""
+_TINY = 1e-9
+"""Bytes, flop, or a width, which make nothing of nothing all of it."""
 _SUMMED_BYTES = 4
 _UNITS_OVER = 1
 """So many units of a block a rank may sum beyond its part, as units are whole."""
@@ -325,33 +327,35 @@ class _Squeeze:
         self._layout = layout
         counts = [len(replica.processors) for replica in layout.replicas]
         self._bisections, self._steps = _FINE if len(limits) <= _FEW else _COARSE
-        self._parts = 1 / np.array([replica.micro_batches for replica in layout.replicas])
-        self._samples = workload.samples
         self._starts = np.cumsum([0, *counts[:-1]])
         self._replica = np.repeat(np.arange(len(counts)), counts)
         self._speeds = np.array(list(map(cluster.speeds.__getitem__, layout.processors)))
-        self._moments = workload.backward_moments
-        self._beside_gradient_bytes = workload.replicated_gradient_bytes
-        self._gradient_bytes = sum(count * block.units * workload.unit_gradient_bytes(block) for block, count in workload.kinds)
-        self._room = limits - workload.replicated_state_bytes - messages.replicated_bytes + self._beside_gradient_bytes
+        self._area_flop, self._width_flop = workload.flop_per_area, workload.flop_per_width
+        gradient_bytes = sum(count * block.units * workload.unit_gradient_bytes(block) for block, count in workload.kinds)
+        room = limits - workload.replicated_state_bytes - messages.replicated_bytes
         state_bytes = sum(count * block.units * workload.unit_state_bytes(block) for block, count in workload.kinds)
-        self._unit_bytes = np.full(len(limits), float(state_bytes - self._gradient_bytes))
+        unit_bytes = np.full(len(limits), float(state_bytes))
         for block, count in workload.kinds:
-            self._unit_bytes += count * block.unit_parameters * messages.unit_bytes(np.full(len(limits), block.units))
+            unit_bytes += count * block.unit_parameters * messages.unit_bytes(np.full(len(limits), block.units))
         # In the optimizer's step there are all gradients, and work space for the largest weight in place of activations.
-        room, unit_bytes = self._room - self._beside_gradient_bytes, self._unit_bytes + self._gradient_bytes
         unit_update_bytes = [block.units * workload.unit_update_bytes(block) for block, _ in workload.kinds]
         self._updated: Vector = np.minimum(
             _heights_in(room - workload.replicated_update_bytes, unit_bytes),
             _heights_in(room, unit_bytes + max(unit_update_bytes, default=0.0)),
-        ).clip(0.0, 1.0)
-        beside_bytes = sum(count * block.sample_activation_bytes for block, count in workload.kinds)
-        self._beside_bytes = workload.samples * (workload.replicated_activation_bytes + beside_bytes)
-        self._area_bytes = workload.samples * sum(
-            count * block.unit_activation_bytes * block.units for block, count in workload.kinds
         )
-        self._area_flop = workload.flop_per_area
-        self._width_flop = workload.flop_per_width
+        beside_bytes = sum(count * block.sample_activation_bytes for block, count in workload.kinds)
+        area_bytes = sum(count * block.unit_activation_bytes * block.units for block, count in workload.kinds)
+        # A micro-batch has one sample at least, and of several one meets gradients of those before it. A row for each moment.
+        self._parts = 1 / np.array([replica.micro_batches for replica in layout.replicas])
+        in_parts = self._parts < 1
+        self._least_width = np.where(in_parts, 1 / workload.samples, 0.0)
+        most_kept = max(kept for kept, _ in workload.backward_moments)
+        moments = [(most_kept, 1.0)] if in_parts.all() else workload.backward_moments
+        kept, there = np.where(in_parts[self._replica], [[[most_kept]], [[1.0]]], np.array(moments).T[:, :, None])
+        self._room = room + (1 - there) * workload.replicated_gradient_bytes
+        self._unit_bytes = unit_bytes - (1 - there) * gradient_bytes
+        self._beside_bytes = kept * workload.samples * (workload.replicated_activation_bytes + beside_bytes)
+        self._area_bytes = kept * workload.samples * area_bytes
 
     def layout(self) -> Layout | None:
         """The fastest within the limits, in fractions."""
@@ -385,28 +389,14 @@ class _Squeeze:
 
     def _limit(self, widths: Vector) -> Vector:
         """The greatest height for which each processor has memory, its replica having this width."""
-        # A micro-batch has one sample at least.
-        in_parts = self._parts < 1
-        w = np.where(in_parts, np.maximum(widths * self._parts, 1 / self._samples), widths)[self._replica]
-        if not in_parts.any():
-            return self._limit_of(w, self._moments)
-        limit = self._limit_of(w, [(max(kept for kept, _ in self._moments), 1.0)])
-        return limit if in_parts.all() else np.where(in_parts[self._replica], limit, self._limit_of(w, self._moments))
-
-    def _limit_of(self, w: Vector, moments: Sequence[tuple[float, float]]) -> Vector:
-        least = self._updated.copy()
-        for kept, there in moments:
-            room = self._room - there * self._beside_gradient_bytes - kept * w * self._beside_bytes
-            unit_bytes = self._unit_bytes + there * self._gradient_bytes + kept * w * self._area_bytes
-            np.minimum(least, _heights_in(room, unit_bytes), out=least)
-        return np.maximum(least, 0.0)
+        w = np.maximum(widths * self._parts, self._least_width)[self._replica]
+        heights = _heights_in(self._room - w * self._beside_bytes, self._unit_bytes + w * self._area_bytes)
+        return np.minimum(self._updated, heights.min(axis=0))
 
     def _quick(self, widths: Vector, times: Vector) -> Vector:
         """The greatest height that each processor computes in its replica's time."""
-        w, time = widths[self._replica], times[self._replica]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            height = (time * self._speeds / w - self._width_flop) / self._area_flop
-        return np.clip(np.where(np.isnan(height), 1.0, height), 0.0, 1.0)
+        flop = (times / np.maximum(widths, _TINY))[self._replica] * self._speeds
+        return _heights_in(flop - self._width_flop, self._area_flop)
 
     def _sums(self, heights: Vector) -> Vector:
         sums: Vector = np.add.reduceat(heights, self._starts)
@@ -443,9 +433,7 @@ class _Squeeze:
         return np.where(sums[self._replica] > 0, heights / np.maximum(sums, 1e-300)[self._replica], 1 / counts)
 
 
-def _heights_in(room_bytes: Vector, unit_bytes: Vector) -> Vector:
-    """The greatest heights that fit; where there are no blocks, a lesser height would save nothing."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        limit = room_bytes / unit_bytes
-    heights: Vector = np.where(room_bytes < 0, 0.0, np.where(np.isnan(limit), 1.0, limit))
+def _heights_in(room: Vector, unit: Vector | float) -> Vector:
+    """The greatest heights that fit, in bytes or in flop; where there are no blocks, a lesser height would save nothing."""
+    heights: Vector = np.minimum(np.maximum((room + _TINY) / (unit + _TINY), 0.0), 1.0)
     return heights
