@@ -118,18 +118,24 @@ def test_frozen_after_tiling_and_thawed_again(world: World) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_inputs_get_the_gradient_of_the_global_loss(comm: AbstractCommunicator, reduction: str, frozen: bool) -> None:
-    """Also where no parameter has one."""
+    """Also where no parameter has one. By `torch.autograd.grad` they get the slopes of what each sample gives."""
     built = mlp().requires_grad_(not frozen)
     whole = x_of(SAMPLES, 3, 4).requires_grad_()
+    (slopes,) = torch.autograd.grad(mlp()(whole).square().sum(), whole)
     loss: torch.Tensor = getattr(mlp()(whole).square(), reduction)()
     loss.backward()  # type: ignore[no-untyped-call]
     assert whole.grad is not None
     expected = whole.grad
     for layout in some_layouts(comm.size):
         model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
+        span = model.local_span(SAMPLES).slice()
         x = model.local(x_of(SAMPLES, 3, 4)).clone().requires_grad_()
         getattr(model(x).square(), reduction)().backward()
-        assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
+        assert_close({"x": x.grad}, {"x": expected[span]}, what=f"{layout}")
+        is_open = model(model.local(x_of(SAMPLES - 3, 3, 4)))  # a pass in which ranks have other shares
+        moved = 1.0 * model.local(x_of(SAMPLES, 3, 4)).clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(moved).square().sum(), moved)
+        assert_close({"slope": slope}, {"slope": slopes[span]}, what=f"{layout}, {is_open.shape}")
 
 
 def test_without_gradients_a_replica_computes_whatever_it_shares(comm: AbstractCommunicator) -> None:

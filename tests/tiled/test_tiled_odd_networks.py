@@ -58,10 +58,6 @@ def clamped(net: Any, x: torch.Tensor) -> Any:
     return net.pair(x)
 
 
-def drawn_in_python(net: Any, x: torch.Tensor) -> Any:
-    return net.pair(x) if random.random() < 0.5 else x
-
-
 def balanced(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     shares = net.pair(x).softmax(-1)
     return {"loss": shares.square().mean() + shares.mean(0).square().sum()}
@@ -78,11 +74,6 @@ def varying(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return h, torch.relu(1 - h.std(0)).mean()  # not a number for a single sample
 
 
-def apart(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    h = net.pair(x)
-    return h, torch.pdist(h).mean()
-
-
 def keeping_a_mean(net: Any, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = net.pair(x)
     net.kept = result.abs().sum(1).mean()
@@ -95,14 +86,6 @@ def keeping_a_sum(net: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def contrasted(net: Any, x: torch.Tensor) -> Any:
-    return net.pair(x) @ x.T
-
-
-def whole_only(net: Any, x: torch.Tensor) -> Any:
-    return torch.eye(4) @ net.pair(x)
-
-
 @pytest.mark.parametrize(
     ("forward", "match"),
     [
@@ -110,13 +93,13 @@ def whole_only(net: Any, x: torch.Tensor) -> Any:
         (moving_mean_in_place, r"keeps something of its samples for later \(mean\)"),
         (remembering, r"keeps something of its samples for later \(last\)"),
         (clamped, r"changes weights \(pair.0.weight\).* between two steps"),
-        (drawn_in_python, "draws from Python's random.* Draw with torch"),
+        (lambda net, x: net.pair(x) if random.random() < 0.5 else x, "draws from Python's random.* Draw with torch"),
         (balanced, r"a loss that is neither the mean nor the sum of what its samples give.* by model\.over_batch\("),
         (balanced_for_two_at_least, "a loss that is neither the mean nor the sum of what its samples give"),
         (varying, "a loss that is neither the mean nor the sum of what its samples give"),
-        (apart, "a loss that is neither the mean nor the sum of what its samples give"),
-        (contrasted, "has the samples of the batch on two axes"),
-        (whole_only, "runs on 4 samples but not on 3.* must be that of independent samples"),
+        (lambda net, x: torch.pdist(net.pair(x)).mean(), "a loss that is neither the mean nor the sum of what its samples"),
+        (lambda net, x: net.pair(x) @ x.T, "has the samples of the batch on two axes"),
+        (lambda net, x: torch.eye(4) @ net.pair(x), "runs on 4 samples but not on 3.* must be that of independent samples"),
     ],
 )
 def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_left_of_it(forward: Forward, match: str) -> None:

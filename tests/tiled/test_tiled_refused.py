@@ -60,10 +60,6 @@ def test_speeds_that_can_not_be(comm: AbstractCommunicator, speeds: Any, match: 
         made(comm, speeds=speeds)
 
 
-def drops(net: Any, x: torch.Tensor) -> Any:
-    return net.down(F.dropout(net.up(x), 0.5))
-
-
 def trainer(comm: AbstractCommunicator, **options: Any) -> Trainer:
     return Trainer(mlp(), comm=comm, **{"optimizer": torch.optim.Adam, "loss": nn.MSELoss(), **options})
 
@@ -93,7 +89,9 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
     "dropout": (
         ModelError,
         r"calls dropout \(node dropout\)",
-        lambda comm: made(comm, Written(drops, up=nn.Linear(4, 8), down=nn.Linear(8, 4))),
+        lambda comm: made(
+            comm, Written(lambda net, x: net.down(F.dropout(net.up(x), 0.5)), up=nn.Linear(4, 8), down=nn.Linear(8, 4))
+        ),
     ),
     "order": (InputError, r"not \w+Communicator and Sequential", lambda comm: tile(comm, mlp(), batch_size=8)),  # type: ignore[arg-type]
     "no ranks": (InputError, "not Sequential and NoneType", lambda _: tile(mlp(), None, batch_size=8)),  # type: ignore[arg-type]

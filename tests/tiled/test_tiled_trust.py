@@ -730,6 +730,23 @@ def test_a_gradient_that_is_given_is_a_part_of_the_loss(comm: AbstractCommunicat
         weighed_by_itself()
 
 
+def test_micro_batches_that_a_loss_multiplies_by_other_numbers(comm: AbstractCommunicator) -> None:
+    """Each loss of a micro-batch is compared with the one in its place in other micro-batches, also on a single replica."""
+    plain, model = network(), tiled(network(), comm, simple_layout(list(range(comm.size))).in_micro_batches(2))
+
+    def train(parts: Any, model: Any, factor: Callable[[torch.Tensor], float]) -> None:
+        for x, classes in parts:
+            output = model(x)
+            torch.autograd.backward(F.cross_entropy(output, classes), retain_graph=True)
+            torch.autograd.backward(output.square().mean() * factor(output.square().mean()))
+
+    train([(batch()[0], CLASSES)], plain, lambda _: 0.3)
+    train(model.micro_batches(batch()[0], CLASSES), model, lambda _: 0.3)
+    assert_close(whole_gradients(model), gradients(plain), what="gradients")
+    with pytest.raises(InputError, match=r"the loss of micro-batch 1 multiplies what its samples give by .* micro-batch 0 by"):
+        train(model.micro_batches(batch()[0], CLASSES), model, torch.Tensor.item)
+
+
 def test_a_mean_that_is_said_to_be_a_sum(comm: AbstractCommunicator) -> None:
     built, plain = network(), network()
     model = tiled(built, comm, data(comm.size))

@@ -48,7 +48,9 @@ class Executor:
         if schedule.ranks != self.comm.size:
             raise ScheduleError(f"{schedule.algorithm} is for {schedule.ranks} ranks, the communicator has {self.comm.size}")
         check_accumulates(schedule, dtype)
-        self.groups.make(group.ranks for phase in schedule.phases for group in phase.groups if _needs_part(phase))
+        # Messages, and the puts that have one window for all, need no communicators of their own.
+        apart = [each for each in schedule.phases if isinstance(each.what, Native) or each.sync in (Sync.BARRIER, Sync.FENCE)]
+        self.groups.make(group.ranks for phase in apart for group in phase.groups)
         return _Unrolling(self, schedule, dtype=dtype, reduction=reduction).program()
 
     def close(self) -> None:
@@ -91,11 +93,6 @@ def check_accumulates(schedule: Schedule, dtype: torch.dtype) -> None:
             f"{schedule.algorithm} sums by accumulate, and MPI does not accumulate {dtype}; let it travel as float32 "
             "(wire=None), or choose torus_put"
         )
-
-
-def _needs_part(phase: Phase) -> bool:
-    """Whether its groups need communicators of their own: everything but messages and the puts that have one window for all."""
-    return isinstance(phase.what, Native) or phase.sync in (Sync.BARRIER, Sync.FENCE)
 
 
 class _Unrolling:

@@ -185,7 +185,7 @@ class GradientEngine:
         return found
 
     def inputs(self, found: ForwardPass, inputs: Any) -> Any:
-        """Inputs of the network. Those that require gradients get the gradient of the global loss.
+        """Inputs of the network. Those that require gradients get the gradient of the global loss by `backward()`.
 
         Except for outputs of models with an engine, whose own parameters are weighed.
         """
@@ -197,8 +197,8 @@ class GradientEngine:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 if comes_from_output(leaf):
                     refuse_mixed(found, "the input is made of an output of a tiled model")
-                elif found.weight != 1.0:
-                    leaves[number] = Weighed.apply(found.weight, leaf)  # type: ignore[no-untyped-call]
+                elif found.weight != 1.0 or found.is_mixed:
+                    leaves[number] = Weighed.apply(found.weight, found.quotient, leaf)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(leaves, structure)
 
     def outputs(

@@ -87,11 +87,12 @@ class LossFacts(NamedTuple):
     is_judged: bool = False
 
 
-def refuse_other_factors(every_rank: Sequence[tuple[int, LossFacts]]) -> None:
+def refuse_other_factors(every_rank: Sequence[tuple[int, LossFacts]], *, of: str = "rank") -> None:
     """
     Args:
         every_rank: the number of a pass, and what its loss shows; the same on all ranks, which then all raise or none. Those of
             other passes than the first rank's are not compared.
+        of: what each of them is the loss of.
 
     Raises:
         InputError: ranks multiply what their samples give by different numbers, or take it by different constants; names them.
@@ -103,8 +104,8 @@ def refuse_other_factors(every_rank: Sequence[tuple[int, LossFacts]]) -> None:
         for one, other in zip(known.factors, facts.factors, strict=True) if is_like_it else ():
             if not math.isclose(one, other, rel_tol=_SAME):
                 raise InputError(
-                    f"the loss of rank {rank} multiplies what its samples give by {other:.4g}, that of rank {first} by "
-                    f"{one:.4g}: a number that it is multiplied by, or divided by, is another one on each rank (a mean that "
+                    f"the loss of {of} {rank} multiplies what its samples give by {other:.4g}, that of {of} {first} by "
+                    f"{one:.4g}: a number that it is multiplied by, or divided by, differs between them (a mean that "
                     f"was detached or taken by .item(), how many targets count, a random draw). {REMEDY}"
                 )
         is_like_it = at == number and [each.what for each in facts.constants] == [each.what for each in known.constants]
@@ -112,8 +113,8 @@ def refuse_other_factors(every_rank: Sequence[tuple[int, LossFacts]]) -> None:
             pairs = (mine.number, yours.number), (mine.of_share, yours.of_share)
             if not any(math.isclose(*pair, rel_tol=_SAME) for pair in pairs):
                 raise InputError(
-                    f"the loss of rank {rank} takes {mine.what} {yours.number:.4g}, that of rank {first} {mine.number:.4g}, as "
-                    "if it were computed from a rank's own samples, so that these losses do not make up the whole one. "
+                    f"the loss of {of} {rank} takes {mine.what} {yours.number:.4g}, that of {of} {first} {mine.number:.4g}, as "
+                    "if it were computed from its own samples, so that these losses do not make up the whole one. "
                     f"{REMEDY}; or compute class weights, thresholds and so on from the global batch, before model.local(...)"
                 )
 

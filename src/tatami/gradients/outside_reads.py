@@ -27,7 +27,7 @@ from torch import nn
 from tatami.comm.agreement import fail_together
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, warn
-from tatami.gradients.loss_factors import Constant, LossFacts
+from tatami.gradients.loss_factors import Constant, LossFacts, refuse_other_factors
 from tatami.gradients.loss_graph import refuse_coupling_loss
 from tatami.gradients.passes import are_made_by
 
@@ -88,6 +88,8 @@ class OutsideReads:
         """Forward passes that all ranks make: those of micro-batches count as one."""
         self.facts = 0, LossFacts()
         """The pass of the loss that was judged last, and what it shows, for `refuse_other_factors`."""
+        self.parts: list[list[LossFacts]] = []
+        """What the judged losses of each micro-batch of the batch show so far; empty outside of a loop over micro-batches."""
         self.rows: tuple[Constant, ...] = ()
         """How many rows an output has for each row of the input, where the samples of neither are known."""
         self.warns_of_doubts = comm.rank == 0
@@ -148,6 +150,10 @@ class OutsideReads:
             is_judged = self.samples is not None
             facts = LossFacts() if self.samples is None else refuse_coupling_loss(roots, samples=self.samples)
             self.facts = self.num_passes, facts._replace(constants=facts.constants + self.rows)
+            if self.parts:
+                self.parts[-1].append(facts)
+                place = len(self.parts[-1]) - 1  # a micro-batch may have several losses
+                refuse_other_factors([(0, part[place]) for part in self.parts if len(part) > place], of="micro-batch")
             self._warn_of_doubts(facts)
         if not self.adds_terms and not is_judged and not (is_due and self._shares_units):
             return

@@ -80,19 +80,29 @@ class ForwardPass:
 
 
 class Weighed(torch.autograd.Function):
-    """Hands an input on; its gradient is weighed, as those of parameters are, unless it is to be differentiated itself.
+    """Hands an input on. What `backward()` adds to a leaf below it is weighed, as the gradients of parameters are.
 
-    `torch.autograd.grad(critic(x).sum(), x, create_graph=True)` asks for the slope of the critic, not for that of a loss.
+    `torch.autograd.grad(critic(x).sum(), x)` asks for the slope of the critic at each sample, not for that of a loss.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: float, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, weight: float, quotient: float, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.weight, ctx.quotient = weight, quotient
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, grad if torch.is_grad_enabled() else grad * ctx.weight
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        is_of_loss = not torch.is_grad_enabled() and leads_to([node for node, _ in ctx.next_functions], _adds_to_leaf)
+        scale = ctx.weight if is_of_loss else 1 / ctx.quotient
+        return None, None, grad if scale == 1.0 else grad * scale
+
+
+def _adds_to_leaf(node: Any) -> bool:
+    """Whether the running backward pass adds to the gradient of this leaf."""
+    try:
+        return hasattr(node, "variable") and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # how torch says that torch.autograd.grad asked for it
+        return False
 
 
 class Quotient(torch.autograd.Function):

@@ -130,7 +130,7 @@ def measure_sample_flop(
         share: [BlockPass(block, samples=tile.samples, dtype=torch.float32, device=_CPU) for block in tile.blocks]
         for share, tile in tiles.items()
     }
-    most_flop, least_flop = (_flop(tiles[share]) for share in (1, _FEW))
+    most_flop, least_flop = (replace(tiles[n], replicated_flop_per_sample=0).flop(width=1.0, height=1.0) for n in (1, _FEW))
     comm.barrier()
     found = []
     for _ in range(repeats + 1):
@@ -145,11 +145,6 @@ def _part_of(units: int, share: int) -> int:
     """As tiles are cut."""
     part = max(1, units // share)
     return part if part < GRAIN else part // GRAIN * GRAIN
-
-
-def _flop(workload: Workload) -> float:
-    """Flop of all passes: the blocks, without the other layers."""
-    return replace(workload, replicated_flop_per_sample=0).flop(width=1.0, height=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

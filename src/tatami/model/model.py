@@ -171,6 +171,7 @@ class TiledModel(SeatedModel):
                     refuse_changed([name for name, own in self._unseen_versions().items() if own != versions.get(name, own)])
                 span = Span(start, start + size)
                 self._part = number
+                self.outside.parts.append([])
                 self._announce(samples, span, widths)
                 here_first = start - mine.start
                 yield here if len(sizes) == 1 else cut_batch(here, Span(here_first, here_first + size), samples=mine.size)
@@ -184,7 +185,7 @@ class TiledModel(SeatedModel):
             self._gradients.leave_parts(loop)
             raise
         finally:
-            self._part = 0
+            self._part, self.outside.parts = 0, []
             self._announce(samples, mine, widths)
         self._gradients.finish_parts()
         self._average_statistics()

@@ -145,13 +145,9 @@ def run_table(runs: Sequence[MethodResult]) -> Table:
         }
         for run in runs
     ]
+    best = min(range(len(runs)), key=lambda index: runs[index].iteration_s) if len(runs) > 1 else None
     title = f"{len(runs)} {'way' if len(runs) == 1 else 'ways'} to place the tiles"
-    return table_of(title, rows, texts=("method",), best=_smallest([run.iteration_s for run in runs]))
-
-
-def _smallest(values: Sequence[float]) -> int | None:
-    """The index of the smallest, where there is something to choose."""
-    return values.index(min(values)) if len(values) > 1 else None
+    return table_of(title, rows, texts=("method",), best=best)
 
 
 def _shortened(items: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.cluster import Cluster, Link
+from tatami.cluster import Cluster
 from tatami.errors import MemoryLackError, PlanError, warn
 from tatami.progress import reported
 from tatami.tiling.alphabeta import AlphaBetaCost
@@ -411,7 +411,9 @@ class _Search:
         state, sum_s, members = self.state, None, 2 * replicas
         if replicas > 1:
             part = 1.0 if replicas == 2 else 2 * (replicas - 1) / replicas
-            rates = [link.bandwidth_bytes_per_s for link in map(self._among, groups)]
+            rates = [
+                self._slowest.among([self.names[each] for each in group.tolist()]).bandwidth_bytes_per_s for group in groups
+            ]
             sum_s = part / np.array(rates)
             elements = self.gradients / workload.wire_bytes
             element_bytes = max(workload.element_bytes, 4)
@@ -445,9 +447,6 @@ class _Search:
             late_s=flop_s[:, None] * self.late,
             tied=tuple((readers[0], readers[-1], swapped * elements) for (_, elements), readers in shared.items()),
         )
-
-    def _among(self, group: Indices) -> Link:
-        return self._slowest.among([self.names[index] for index in group.tolist()])
 
     @cached_property
     def _slowest(self) -> SlowestLink:

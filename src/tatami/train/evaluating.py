@@ -142,7 +142,8 @@ def _measured(metrics: Mapping[str, Metric], objective: Objective, output: Any, 
     for name, metric in metrics.items():
         weight, used = float(samples), metric
         if metric is accuracy:
-            weight *= _counted(target, objective.ignored)
+            if isinstance(target, torch.Tensor) and target.numel():
+                weight *= float((target != objective.ignored).double().mean())
             used = partial(accuracy, ignored=objective.ignored)
         elif check and metric not in METRICS.values():
             _check_mean(name, metric, output, target, samples=samples)
@@ -205,11 +206,6 @@ def _check_mean(name: str, metric: Metric, output: Any, target: Any, *, samples:
             "that it is not a mean over samples, and would depend on the number of ranks. Give a mean over samples, or compute "
             "it from Trainer.predict"
         )
-
-
-def _counted(target: Any, ignored: int) -> float:
-    """The share of targets that count."""
-    return float((target != ignored).double().mean()) if isinstance(target, torch.Tensor) and target.numel() else 1.0
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, *, ignored: int = IGNORED) -> float:

@@ -58,7 +58,7 @@ class ModuleState:
         """Whose random numbers were drawn since then, if not torch's."""
         if random.getstate() != self._python:
             return "Python's random"
-        return None if _same_states(np.random.get_state(), self._numpy) else "numpy.random"
+        return None if all(map(np.array_equal, np.random.get_state(), self._numpy)) else "numpy.random"
 
     def changes(self) -> dict[str, Any]:
         """Buffers and attributes that are not what they were at `mark`, by qualified name, with copies of their values now."""
@@ -110,11 +110,6 @@ class ModuleState:
             else:
                 continue
             self._seen.add(id(value))
-
-
-def _same_states(one: Any, other: Any) -> bool:
-    """Whether two states of NumPy's generator are the same."""
-    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class WeightSums:
