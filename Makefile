@@ -65,9 +65,10 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 	@$(MAKE) --no-print-directory test-ranks
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
 
+# Threads of several tests that wait for each other on the same cores take a third of their time.
 test-files:
 	@mkdir -p $(dir $(TEST_LOG))
-	$(BIN)/python tests/logged.py $(TEST_LOG) $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 1,3,4 \
+	OMP_NUM_THREADS=1 $(BIN)/python tests/logged.py $(TEST_LOG) $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 1,3,4 \
 	    -o faulthandler_timeout=$(STUCK_AFTER_S) -o faulthandler_exit_on_timeout=true $(FILES)
 
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.

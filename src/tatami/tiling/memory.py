@@ -391,7 +391,8 @@ class _Squeeze:
         """The greatest height for which each processor has memory, its replica having this width."""
         w = np.maximum(widths * self._parts, self._least_width)[self._replica]
         heights = _heights_in(self._room - w * self._beside_bytes, self._unit_bytes + w * self._area_bytes)
-        return np.minimum(self._updated, heights.min(axis=0))
+        limit: Vector = np.minimum(self._updated, heights.min(axis=0))
+        return limit
 
     def _quick(self, widths: Vector, times: Vector) -> Vector:
         """The greatest height that each processor computes in its replica's time."""
