@@ -391,6 +391,9 @@ def test_what_would_be_of_one_stage_only_is_refused(comm: AbstractCommunicator) 
     with pytest.raises(ModelError, match="some of the parameters was asked for on several pipeline stages"):
         torch.nn.utils.clip_grad_norm_(own[0], 1.0)
     assert torch.nn.utils.clip_grad_norm_(own[comm.rank :], 1.0) > 0, "of a part on one stage only"
+    with pytest.raises(ModelError, match="on several pipeline stages, or in several calls"):
+        [torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0) for layer in model.modules() if isinstance(layer, nn.Linear)]
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
 @pytest.mark.threads_only

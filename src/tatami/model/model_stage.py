@@ -153,6 +153,7 @@ class ModelStage:
         comm = world.subgroup(sorted(rank_of[name] for name in self.own_layout.processors))
         assert comm is not None
         self.comm, self._trained = comm, world
+        self.is_clipped_apart = False  # gradients of other stages alone were clipped since the last norm
         replica = next(number for number, each in enumerate(self.own_layout.replicas) if me in each.processors)
         ranks_of = [[rank_of[name] for name in stage.replicas[replica].processors] for stage in layout.stages]
         # Not a duplicate: that of an elastic run has other ranks after each change, while a stage ends with its group.
@@ -337,15 +338,16 @@ class ModelStage:
         does not ask for a norm of no gradients.
 
         Raises:
-            ModelError: the order is not above 0; or several stages ask for parts, which may be of different calls, as where
-                each weight is clipped by itself.
+            ModelError: the order is not above 0; or several stages ask for parts, or in several calls, which may mean other
+                norms, as where each weight is clipped by itself.
             CommTimeoutError: ranks of other stages do not ask.
         """
         if not norm_type > 0:
             raise ModelError(f"with pipeline stages, the order of a norm must be above 0, not {norm_type:g}")
         rows = torch.zeros(2, len(self.layout.stages), dtype=torch.float64, device="cpu")
         if self.index is not None and self.comm.rank == 0:
-            rows[:, self.index] = torch.tensor([own, is_part], dtype=torch.float64)
+            rows[:, self.index] = torch.tensor([own, 2 if self.is_clipped_apart else is_part], dtype=torch.float64)
+        self.is_clipped_apart = False
         try:
             (self.world if everyone else self._trained).allreduce(rows)
         except CommTimeoutError as error:
@@ -357,9 +359,9 @@ class ModelStage:
             raise
         if rows[1].sum() > 1:
             raise ModelError(
-                "the norm of some of the parameters was asked for on several pipeline stages, which have different ones and "
-                "may mean different norms. Clip all at once (model.parameters()), take the norm of each gradient "
-                "yourself, or use stages=1"
+                "the norm of some of the parameters was asked for on several pipeline stages, or in several calls; they have "
+                "different ones and may mean different norms. Clip all at once (model.parameters()), take the norm of each "
+                "gradient yourself, or use stages=1"
             )
         return float(torch.linalg.vector_norm(rows[0], norm_type))
 

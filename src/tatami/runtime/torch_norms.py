@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from tatami.runtime.norms import WholeNorms, models, register
 
 _plainly: Any = nn.Parameter.__torch_function__
 """Calls a function of torch as if its arguments were of no subclass."""
-_SORT = "_group_tensors_by_device_and_dtype"
+_SORT, _SCALE = "_group_tensors_by_device_and_dtype", "_clip_grads_with_norm_"
 
 
 _lock = threading.Lock()
@@ -36,6 +37,8 @@ def watch_norms() -> None:
         if isinstance(sort, _Sort):
             return
         setattr(clip_grad, _SORT, _Sort(sort))
+        if (scale := getattr(clip_grad, _SCALE, None)) is not None:
+            setattr(clip_grad, _SCALE, partial(_scaled, scale))
     if not _is_asked():
         warn(
             f"torch {torch.__version__} clips gradients in a way that is not known here: torch.nn.utils.clip_grad_norm_ and "
@@ -134,22 +137,38 @@ class _Sort:
         return self._original([[marked(tensor) for tensor in tensors] for tensors in lists], *args, **kwargs)
 
 
+def _scaled(scale: Callable[..., None], parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    """Torch's function that scales gradients. If all of them are on other pipeline stages, this rank's are clipped apart."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if all(each.grad is None for each in listed):
+        given = set(map(id, listed))
+        for model in _models_here():
+            stage: Any = getattr(model, "stage", None)
+            has_gradients = stage is not None and any(each.grad is not None for each in model.own_parameters())
+            if has_gradients and not given.isdisjoint(map(id, model.parameters())):
+                stage.is_clipped_apart = True
+    scale(listed, *args, **kwargs)
+
+
 def _is_summed_whole(model: Any) -> bool:
     return getattr(model, "stage", None) is not None or getattr(model, "sharding", None) is not None
 
 
 def _owners() -> dict[int, Any]:
     """By the identity of every parameter and gradient whose norm is not this rank's alone, the model that it is of."""
-    here = threading.get_ident()
     return {
         id(tensor): model
-        for model in models()
-        # Where ranks are threads, gradients of others change while we look.
-        if getattr(model, "thread", here) == here
-        for parameter in (model.own_parameters() if _is_summed_whole(model) else model.tiled_parameters())  # type: ignore[attr-defined]
+        for model in _models_here()
+        for parameter in (model.own_parameters() if _is_summed_whole(model) else model.tiled_parameters())
         for tensor in (parameter, parameter.grad)
         if tensor is not None
     }
+
+
+def _models_here() -> list[Any]:
+    """The models of this thread: where ranks are threads, gradients of others change while we look."""
+    here = threading.get_ident()
+    return [model for model in models() if getattr(model, "thread", here) == here]
 
 
 def _no_sort(*_: Any) -> Any:
