@@ -7,6 +7,8 @@ INSTALLED := $(VENV)/installed
 TEST_LOG := build/tests.log
 # One more than the cores of a small machine, for tests also wait.
 TEST_WORKERS := 3
+# Several processes share the cores, and threads that wait for each other by polling took a third of the time of all.
+ONE_THREAD := OMP_NUM_THREADS=1
 # Only ends what hangs: beside twenty busy loops a job takes ten times as long as alone.
 HANGS_AFTER_S := 10800
 # Longer than any test may take: where no Python runs any more, only this ends it, and says where each thread is.
@@ -65,10 +67,9 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 	@$(MAKE) --no-print-directory test-ranks
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
 
-# Threads of several tests that wait for each other on the same cores take a third of their time.
 test-files:
 	@mkdir -p $(dir $(TEST_LOG))
-	OMP_NUM_THREADS=1 $(BIN)/python tests/logged.py $(TEST_LOG) $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 1,3,4 \
+	$(ONE_THREAD) $(BIN)/python tests/logged.py $(TEST_LOG) $(BIN)/python -m pytest -n $(TEST_WORKERS) --leave-to-mpiexec 1,3,4 \
 	    -o faulthandler_timeout=$(STUCK_AFTER_S) -o faulthandler_exit_on_timeout=true $(FILES)
 
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.
@@ -83,16 +84,16 @@ world-tests:
 
 ranks-mpi-%:
 	@echo "== mpiexec -n $*"
-	@MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(WORLD_TESTS) < /dev/null
+	@$(ONE_THREAD) MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(WORLD_TESTS) < /dev/null
 
 ranks-torchrun-%:
 	@echo "== torchrun --nproc-per-node $*"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $* \
+	@$(ONE_THREAD) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $* \
 	    -m pytest -m mpi --world=torchrun $(TORCHRUN_TESTS) < /dev/null
 
 ranks-openmpi-%:
 	@echo "== mpiexec -n $* (Open MPI)"
-	@$(OPENMPI_RUN) -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) < /dev/null
+	@$(ONE_THREAD) $(OPENMPI_RUN) -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) < /dev/null
 
 test-busy: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## `make test` beside 20 busy loops, which no test may notice; hours, or about one for `PART=3/8`
 	$(BIN)/python tests/busy.py --loops $(BUSY_LOOPS) $(MAKE) --no-print-directory $(if $(PART),test-part,test)
