@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/installed
 TEST_LOG := build/tests.log
 # One more than the cores of a small machine, for tests also wait.
 TEST_WORKERS := 3
-# Several processes share the cores, and threads that wait for each other by polling took a third of the time of all.
+# Several processes share the cores, and threads that wait for each other by polling took 30 % of the time of ten tests.
 ONE_THREAD := OMP_NUM_THREADS=1
 # Only ends what hangs: beside twenty busy loops a job takes ten times as long as alone.
 HANGS_AFTER_S := 10800

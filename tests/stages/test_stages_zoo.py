@@ -397,7 +397,7 @@ ZOO: dict[str, Callable[[], Case]] = {
     **{name: partial(_rig, name) for name in ("u-net", "encoder-decoder", "lstm")},
     **{name: partial(CASES.__getitem__, name) for name in ("experts", "lora")},
 }
-KINDS = {"three": (3, 1, 2), "four": (4, 1, 4), "replicas": (2, 3, 2), "mixed": (2, 1, 2)}
+KINDS = {"two": (2, 1, 1), "three": (3, 1, 2), "four": (4, 1, 4), "replicas": (2, 3, 2), "mixed": (2, 1, 2)}
 """Stages, replicas and micro-batches: seven samples are uneven parts."""
 
 

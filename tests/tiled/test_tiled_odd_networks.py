@@ -97,7 +97,10 @@ def keeping_a_sum(net: Any, x: torch.Tensor) -> torch.Tensor:
         (balanced, r"a loss that is neither the mean nor the sum of what its samples give.* by model\.over_batch\("),
         (balanced_for_two_at_least, "a loss that is neither the mean nor the sum of what its samples give"),
         (varying, "a loss that is neither the mean nor the sum of what its samples give"),
-        (lambda net, x: torch.pdist(net.pair(x)).mean(), "a loss that is neither the mean nor the sum of what its samples"),
+        (
+            lambda net, x: ((h := net.pair(x)), torch.pdist(h).mean()),
+            "a loss that is neither the mean nor the sum of what its samples give",
+        ),
         (lambda net, x: net.pair(x) @ x.T, "has the samples of the batch on two axes"),
         (lambda net, x: torch.eye(4) @ net.pair(x), "runs on 4 samples but not on 3.* must be that of independent samples"),
     ],

@@ -89,7 +89,7 @@ class OutsideReads:
         self.facts = 0, LossFacts()
         """The pass of the loss that was judged last, and what it shows, for `refuse_other_factors`."""
         self.parts: list[list[LossFacts]] = []
-        """What the judged losses of each micro-batch of the batch show so far; empty outside of a loop over micro-batches."""
+        """What each loss of each micro-batch of the batch shows, as far as it was judged; empty outside of such a loop."""
         self.rows: tuple[Constant, ...] = ()
         """How many rows an output has for each row of the input, where the samples of neither are known."""
         self.warns_of_doubts = comm.rank == 0
@@ -146,14 +146,17 @@ class OutsideReads:
         is_due = self.is_due
         self._num_looks += 1
         is_judged = False
+        if self.parts:
+            self.parts[-1].append(LossFacts())  # a micro-batch may have several losses, of which some are looked at
         if is_due and are_made_by(self, roots):  # another model may be alive as well
             is_judged = self.samples is not None
             facts = LossFacts() if self.samples is None else refuse_coupling_loss(roots, samples=self.samples)
             self.facts = self.num_passes, facts._replace(constants=facts.constants + self.rows)
             if self.parts:
-                self.parts[-1].append(facts)
-                place = len(self.parts[-1]) - 1  # a micro-batch may have several losses
-                refuse_other_factors([(0, part[place]) for part in self.parts if len(part) > place], of="micro-batch")
+                self.parts[-1][-1] = facts
+                place = len(self.parts[-1]) - 1
+                in_place = [part[place] if len(part) > place else LossFacts() for part in self.parts]
+                refuse_other_factors([(0, each) for each in in_place], of="micro-batch")
             self._warn_of_doubts(facts)
         if not self.adds_terms and not is_judged and not (is_due and self._shares_units):
             return

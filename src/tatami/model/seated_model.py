@@ -435,7 +435,7 @@ class SeatedModel(nn.Module):
     # -- inside -----------------------------------------------------------------------------------------------------------
 
     def _adopt(self, placement: Placement) -> None:
-        """Lie like this from now on. For `tatami.train.move`, which calls it when the rows have come; sends nothing."""
+        """Compute by this placement from now on; sends nothing. `tatami.train.move` calls it when the rows have come."""
         self.layout = placement.layout
         self.tilings = placement.tilings
         self._shares.clear()
